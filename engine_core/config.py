@@ -1,0 +1,63 @@
+"""Everything an engine core can be told, in one struct. No torch is loaded here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+HashAlgo = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
+FullPromptHit = Literal["recompute_last_token", "drop_last_block"]
+FreeOrder = Literal["append_all", "unhashed_first"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+
+class EngineConfig(Struct, kw_only=True, frozen=True):
+    """Settings of one engine core. `None` means: decide from the model and the machine.
+
+    Args:
+        model: a local transformers directory (what `resolve_model` returns).
+        dtype: of weights and activations; `auto` is bfloat16 where the device computes in it, else float32.
+        device: `auto` is CUDA where there is one, else the CPU.
+        max_model_len: most tokens of one request; default what the model was made for.
+        block_size: tokens of one KV block.
+        num_blocks: size of the KV pool in blocks; overrides the two memory settings.
+        kv_cache_memory_bytes: memory for the KV pool, all layers together.
+        gpu_memory_utilization: share of the device's memory that weights, activations and KV pool may use
+            together (CUDA only); ignored when `kv_cache_memory_bytes` is given.
+        max_num_seqs: most requests in one step.
+        max_num_batched_tokens: token budget of one step, prefill chunks and decodes together.
+        enable_chunked_prefill: if false, a prompt is computed in one step or not at all.
+        long_prefill_token_threshold: most prefill tokens of one request in one step while others want to
+            run; 0 is no limit beyond the budget.
+        scheduling_policy: `fcfs`, or `priority` (lower first, then by arrival).
+        reserve_full_sequence: admit a request only if the pool has room for its whole present sequence, not
+            just for its first chunk.
+        watermark: share of the pool kept free when a request is admitted beside running ones.
+        prefix_caching_hash_seed: root of the hash chains in the `_cbor` modes and of the xxhash modes.
+        full_prompt_hit: what to do when every block of a prompt is cached. `drop_last_block` is what peers do.
+        free_order: where freed blocks go in the free queue; `unhashed_first` is what a newer peer does.
+        num_threads: CPU threads for the model.
+    """
+
+    model: str = ""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    reserve_full_sequence: bool = True
+    watermark: float = 0.0
+    enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: HashAlgo = "sha256"
+    prefix_caching_hash_seed: str | None = None
+    full_prompt_hit: FullPromptHit = "recompute_last_token"
+    free_order: FreeOrder = "append_all"
+    num_threads: int | None = None

@@ -1,0 +1,116 @@
+"""A KV block's bookkeeping, and the queue of free ones threaded through the blocks themselves.
+
+The intrusive list is vLLM's idea: leaving the middle of the queue (a cached block is hit while free) is as
+cheap as leaving its head, and no queue operation allocates memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+
+class KVCacheBlock:
+    """One block of the pool.
+
+    `ref_cnt` counts the block tables that contain it; at 0 it is in the free queue, and only then.
+    `block_hash` is set while the block can be found by a prefix lookup.
+    """
+
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None
+        self.prev_free: KVCacheBlock | None = None
+        self.next_free: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        digest = self.block_hash.hex()[:8] if self.block_hash else None
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, hash={digest})"
+
+
+class FreeKVCacheBlockQueue:
+    """Free blocks, next to be handed out first. Every operation is O(1) per block it moves.
+
+    Two sentinels stand before the head and behind the tail, so a queued block always has both neighbours and
+    no operation needs to ask whether it is at an end.
+    """
+
+    __slots__ = ("_after_tail", "_before_head", "num_blocks")
+
+    def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
+        self._before_head = KVCacheBlock(-1)
+        self._after_tail = KVCacheBlock(-1)
+        self._before_head.next_free = self._after_tail
+        self._after_tail.prev_free = self._before_head
+        self.num_blocks = 0
+        self.append(blocks)
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        """From head to tail. The queue must not change meanwhile."""
+        block = self._before_head.next_free
+        while block is not None and block is not self._after_tail:
+            yield block
+            block = block.next_free
+
+    def append(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add blocks behind the tail, the last one given becoming the tail."""
+        self._insert_after(self._after_tail.prev_free, blocks)
+
+    def prepend(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add blocks before the head, the first one given becoming the head."""
+        self._insert_after(self._before_head, blocks)
+
+    def _insert_after(self, left: KVCacheBlock | None, blocks: Iterable[KVCacheBlock]) -> None:
+        assert left is not None
+        right = left.next_free
+        assert right is not None
+        count = 0
+        for block in blocks:
+            left.next_free = block
+            block.prev_free = left
+            left = block
+            count += 1
+        left.next_free = right
+        right.prev_free = left
+        self.num_blocks += count
+
+    def pop(self, count: int) -> list[KVCacheBlock]:
+        """Take `count` blocks from the head.
+
+        Raises:
+            IndexError: fewer are free; nothing is taken.
+        """
+        if count > self.num_blocks:
+            raise IndexError(f"{count} blocks wanted, {self.num_blocks} free")
+        popped = []
+        block = self._before_head.next_free
+        for _ in range(count):
+            assert block is not None
+            popped.append(block)
+            following = block.next_free
+            block.prev_free = block.next_free = None
+            block = following
+        assert block is not None
+        self._before_head.next_free = block
+        block.prev_free = self._before_head
+        self.num_blocks -= count
+        return popped
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take one block out, wherever it stands.
+
+        Raises:
+            ValueError: it is not in the queue.
+        """
+        left, right = block.prev_free, block.next_free
+        if left is None or right is None:
+            raise ValueError(f"{block!r} is not in the free queue")
+        left.next_free = right
+        right.prev_free = left
+        block.prev_free = block.next_free = None
+        self.num_blocks -= 1

@@ -1,0 +1,150 @@
+"""Block tables of all requests: prefix hits, slot allocation, registration of full blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import FreeOrder, FullPromptHit
+from ..request import Request
+from .block import KVCacheBlock
+from .block_pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The longest cached prefix of a request: `num_tokens` tokens need not be computed.
+
+    `num_tokens` is a multiple of the block size, except when every block of the sequence is cached: then it
+    is one less, because the last token's logits are needed.
+    """
+
+    blocks: Sequence[KVCacheBlock]
+    num_tokens: int
+
+
+NO_HIT = PrefixHit((), 0)
+
+
+class BlockTable:
+    """The blocks of one request, in sequence order; append-only until freed.
+
+    The first `num_shared_blocks` came from the cache and are never written. The first `num_registered_blocks`
+    can be found by lookups (or are shared).
+    """
+
+    __slots__ = ("block_ids", "blocks", "num_registered_blocks", "num_shared_blocks")
+
+    def __init__(self, shared: Sequence[KVCacheBlock]) -> None:
+        self.blocks = list(shared)
+        self.block_ids = [block.block_id for block in shared]
+        self.num_shared_blocks = self.num_registered_blocks = len(shared)
+
+
+class KVCacheManager:
+    """Gives requests their slots and remembers which blocks hold which prefix.
+
+    A block is registered when the step that fills it is *scheduled*, so that another request of the same step can
+    share it; until `commit_step` that is provisional, and `withdraw` undoes it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_caching: bool = True,
+        full_prompt_hit: FullPromptHit = "recompute_last_token",
+        free_order: FreeOrder = "append_all",
+    ) -> None:
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self.full_prompt_hit: FullPromptHit = full_prompt_hit
+        self.pool = BlockPool(num_blocks, free_order)
+        self.tables: dict[str, BlockTable] = {}
+        self._first_provisional: dict[str, int] = {}
+
+    def get_computed_blocks(self, request: Request) -> PrefixHit:
+        """The longest run of cached blocks from the start of the sequence. Changes nothing."""
+        if not self.enable_caching or not request.read_prefix_cache:
+            return NO_HIT
+        num_tokens = request.num_tokens
+        hashes = request.block_hashes
+        if self.full_prompt_hit == "drop_last_block" and len(hashes) * self.block_size == num_tokens:
+            hashes = hashes[:-1]
+        get_cached_block = self.pool.get_cached_block
+        blocks: list[KVCacheBlock] = []
+        for block_hash in hashes:
+            block = get_cached_block(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return PrefixHit(blocks, min(len(blocks) * self.block_size, num_tokens - 1))
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        hit: PrefixHit = NO_HIT,
+        *,
+        reserve_full_sequence: bool = False,
+        num_spare_blocks: int = 0,
+    ) -> list[KVCacheBlock] | None:
+        """Make room for `num_new_tokens` more tokens after those computed, and register the blocks they fill.
+
+        `hit` is given when the request has no table yet: its blocks become the head of the table. Returns the newly
+        taken blocks, or None, with nothing changed, if they would leave fewer than `num_spare_blocks` free
+        or, with `reserve_full_sequence`, if the rest of the sequence would not fit either.
+        """
+        table = self.tables.get(request.request_id)
+        num_held = len(hit.blocks) if table is None else len(table.blocks)
+        num_tokens = num_new_tokens + (hit.num_tokens if table is None else request.num_computed_tokens)
+        num_needed = -(-num_tokens // self.block_size) - num_held
+        num_required = num_spare_blocks + num_needed
+        if reserve_full_sequence:
+            num_required = num_spare_blocks + -(-request.num_tokens // self.block_size) - num_held
+        for block in hit.blocks:
+            num_required += block.ref_cnt == 0
+        if num_required > self.pool.num_free_blocks:
+            return None
+        if table is None:
+            self.pool.touch(hit.blocks)
+            table = self.tables[request.request_id] = BlockTable(hit.blocks)
+        new_blocks: list[KVCacheBlock] = []
+        if num_needed > 0:
+            new_blocks = self.pool.get_new_blocks(num_needed)
+            table.blocks += new_blocks
+            table.block_ids += [block.block_id for block in new_blocks]
+        if self.enable_caching:
+            self._register_full_blocks(request, table, num_tokens // self.block_size)
+        return new_blocks
+
+    def _register_full_blocks(self, request: Request, table: BlockTable, num_full: int) -> None:
+        first = table.num_registered_blocks
+        if first >= num_full:
+            return
+        self.pool.register(table.blocks[first:num_full], request.block_hashes[first:num_full])
+        table.num_registered_blocks = num_full
+        self._first_provisional.setdefault(request.request_id, first)
+
+    def commit_step(self) -> None:
+        """The step has run: what it registered holds."""
+        self._first_provisional.clear()
+
+    def withdraw(self, request: Request) -> None:
+        """Free the request's blocks; those it registered in the present step were never filled and are forgotten."""
+        first = self._first_provisional.pop(request.request_id, None)
+        if first is not None:
+            table = self.tables[request.request_id]
+            self.pool.unregister(table.blocks[first : table.num_registered_blocks])
+        self.free(request)
+
+    def free(self, request: Request) -> None:
+        """Give up the request's table, deepest block first. A request without one is fine."""
+        table = self.tables.pop(request.request_id, None)
+        if table is not None:
+            self.pool.free_blocks(table.blocks[::-1])
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and no change, while any request holds a block."""
+        return self.pool.reset()

@@ -1,0 +1,61 @@
+"""The wall between scheduling and computing: what the scheduler hands over, and who takes it.
+
+`engine_core.model.ModelRunner` is the real one. Anything with this shape can stand in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .request import Request
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """Compute tokens `[start, start + num_tokens)` of `request` in this step.
+
+    `block_ids` is the whole block table (a live view: do not keep or change it). K/V of position `p` goes
+    to slot `block_ids[p // block_size] * block_size + p % block_size`, except in the first
+    `num_shared_blocks` blocks: those were found in the cache, hold their K/V already and are never written
+    (slot -1).
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_ids: Sequence[int]
+    num_shared_blocks: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step reaches the end of the sequence, so that a next token comes out of it."""
+        return self.start + self.num_tokens == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine must know of the model it drives.
+
+    `cache_namespace` (hex) is equal exactly where KV blocks may be shared: same weights, KV dtype, block size
+    and layout.
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    num_blocks: int
+    cache_namespace: str
+
+
+class Runner(Protocol):
+    info: ModelInfo
+
+    def execute(self, batch: Sequence[ScheduledRequest]) -> list[int | None]:
+        """Compute one step. Returns one entry per request: the sampled token, or None where it does not sample.
+
+        `batch` is never empty. On an exception nothing is known about the K/V written in this step.
+        """
+        ...

@@ -1,0 +1,154 @@
+"""Every message between a frontend and an engine core, as plain data.
+
+All are msgspec structs encoded as MessagePack arrays: a message costs its values, not its field names.
+Fields are only ever appended, with a default, so that neighbouring versions can read each other.
+The protocol version and the engine's epoch stand in the header frame (`ipc.codec`), not here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class ExtraKeySpan(Struct, array_like=True, frozen=True):
+    """Something besides tokens that decides what is in the KV cache at positions `[start, end)`.
+
+    Every block that overlaps the span mixes `(kind, key, start and end relative to the block)` into its
+    hash. `end=None` means "to the end, generated tokens included". Kinds are domain-separated: a
+    `cache_salt` spelled like an image hash is still a salt. `label` names the key for people and for peers'
+    tagged keys (a LoRA adapter's name); it never enters a hash of Foreword's own.
+    """
+
+    start: int
+    end: int | None
+    kind: str
+    key: str | bytes
+    label: str = ""
+
+
+class SamplingParams(Struct, array_like=True, frozen=True):
+    """How a request's tokens are chosen and when it ends.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `seed=None` draws one at admission; with
+    a seed the outcome depends on nothing but the request itself, never on what else is in the batch.
+    `max_tokens=None` means: until the model's context is full. A generated token in `stop_token_ids` ends
+    the request and is part of its output; so does the model's end-of-sequence unless `ignore_eos`.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class EngineRequest(Struct, array_like=True, frozen=True):
+    """One sequence to continue. `request_id` is unique among its sender's unfinished requests.
+
+    Lower `priority` runs first (only under the priority policy). `arrival_time_s` orders equals;
+    None means now. `read_prefix_cache=False` computes the whole prompt afresh; its blocks are still
+    written to the cache.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams = SamplingParams()
+    extra_key_spans: tuple[ExtraKeySpan, ...] = ()
+    priority: int = 0
+    arrival_time_s: float | None = None
+    read_prefix_cache: bool = True
+
+
+class RequestError(Struct, array_like=True, frozen=True):
+    """Why a request ended without a result.
+
+    `invalid`: the caller's fault; `param` names the offending field of `EngineRequest` or
+    `SamplingParams`. `overloaded`: try again later. `internal`: ours.
+    """
+
+    code: Literal["invalid", "overloaded", "internal"]
+    message: str
+    param: str | None = None
+
+
+class RequestOutput(Struct, array_like=True):
+    """What one step added to one request.
+
+    `num_cached_tokens` is the prefix-cache hit of its first admission and never changes afterwards.
+    `stop_reason` is the token that ended the request when it was one of its `stop_token_ids`.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: RequestError | None = None
+
+
+class EngineCapabilities(Struct, array_like=True, frozen=True):
+    """What a frontend must know of an engine before it sends the first request.
+
+    `max_model_len` is the most tokens (prompt and output) one request may have here: the smaller of the
+    model's context and the KV pool. `cache_namespace` is equal exactly where KV blocks may be shared.
+    """
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    hash_algo: str
+    cache_namespace: str
+
+
+class Hello(Struct, array_like=True, tag="hello", frozen=True):
+    """Frontend → engine: I am here. Answered by `Welcome` or `Refused`; the epoch in its header is 0."""
+
+
+class Welcome(Struct, array_like=True, tag="welcome", frozen=True):
+    """Engine → frontend: the header's epoch is the one to use from now on."""
+
+    capabilities: EngineCapabilities
+
+
+class Refused(Struct, array_like=True, tag="refused", frozen=True):
+    """Engine → frontend: no session, and why (for instance another protocol version)."""
+
+    reason: str
+
+
+class AddRequest(Struct, array_like=True, tag="add", frozen=True):
+    """Frontend → engine."""
+
+    request: EngineRequest
+
+
+class AbortRequests(Struct, array_like=True, tag="abort", frozen=True):
+    """Frontend → engine. Unknown ids are ignored: they may have finished meanwhile."""
+
+    request_ids: list[str]
+
+
+class Heartbeat(Struct, array_like=True, tag="heartbeat", frozen=True):
+    """Both ways, about once a second, from the thread that receives: alive, however long a step takes."""
+
+
+class Goodbye(Struct, array_like=True, tag="goodbye", frozen=True):
+    """Both ways: the sender leaves; whatever it had in flight is over."""
+
+
+class EngineOutputs(Struct, array_like=True, tag="outputs"):
+    """Engine → frontend: everything one step produced for that frontend. Also what `EngineCore.step` returns."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+
+FrontendMessage = Hello | AddRequest | AbortRequests | Heartbeat | Goodbye
+EngineMessage = Welcome | Refused | EngineOutputs | Heartbeat | Goodbye
