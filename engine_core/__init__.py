@@ -1,0 +1,73 @@
+"""The engine core: scheduler, KV block pool, kernels and model, without sockets.
+
+    from engine_core import EngineCore, EngineConfig, EngineRequest, SamplingParams
+
+Names are loaded when they are first used, so that a process which only builds requests loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ipc.messages import (
+        EngineCapabilities,
+        EngineOutputs,
+        EngineRequest,
+        ExtraKeySpan,
+        RequestError,
+        RequestOutput,
+        SamplingParams,
+    )
+
+    from .config import EngineConfig
+    from .engine import EngineCore
+    from .errors import InvalidConfigError, InvalidRequestError
+    from .model.resolve import BUILTIN_MODELS, ModelNotFoundError, ResolvedModel, resolve_model
+    from .stats import EngineStats
+
+_HOMES = {
+    "EngineCapabilities": "ipc.messages",
+    "EngineOutputs": "ipc.messages",
+    "EngineRequest": "ipc.messages",
+    "ExtraKeySpan": "ipc.messages",
+    "RequestError": "ipc.messages",
+    "RequestOutput": "ipc.messages",
+    "SamplingParams": "ipc.messages",
+    "EngineConfig": "engine_core.config",
+    "EngineCore": "engine_core.engine",
+    "InvalidConfigError": "engine_core.errors",
+    "InvalidRequestError": "engine_core.errors",
+    "BUILTIN_MODELS": "engine_core.model.resolve",
+    "ModelNotFoundError": "engine_core.model.resolve",
+    "ResolvedModel": "engine_core.model.resolve",
+    "resolve_model": "engine_core.model.resolve",
+    "EngineStats": "engine_core.stats",
+}
+
+__all__ = [
+    "BUILTIN_MODELS",
+    "EngineCapabilities",
+    "EngineConfig",
+    "EngineCore",
+    "EngineOutputs",
+    "EngineRequest",
+    "EngineStats",
+    "ExtraKeySpan",
+    "InvalidConfigError",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "RequestError",
+    "RequestOutput",
+    "ResolvedModel",
+    "SamplingParams",
+    "resolve_model",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

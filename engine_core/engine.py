@@ -1,0 +1,254 @@
+"""The engine core: requests in, tokens out, no sockets. This is the embedding API."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import secrets
+import time
+from collections.abc import Iterable
+
+from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError, RequestOutput
+
+from .config import EngineConfig
+from .errors import InvalidConfigError, InvalidRequestError
+from .kv_cache import BlockHasher, KVCacheManager
+from .request import Request
+from .runner import Runner
+from .scheduler import Scheduler
+from .stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Runs many requests on one model, sharing the KV cache of their common prefixes.
+
+    Call `add_request` whenever you like and `step` while `has_unfinished_requests`. One thread at a time, except
+    `prepare_request`, which any thread may call at any time.
+
+    Args:
+        config: see `EngineConfig`.
+        runner: what computes the steps; default: `config.model`, loaded here.
+
+    Raises:
+        InvalidConfigError: a setting is impossible; the message names it and the true numbers.
+    """
+
+    def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
+        check_config(config)
+        if runner is None:
+            from .model.runner import ModelRunner
+
+            runner = ModelRunner(config)
+        self.config = config
+        self.runner = runner
+        info = runner.info
+        max_model_len = min(config.max_model_len or info.max_model_len, info.num_blocks * config.block_size)
+        if not config.enable_chunked_prefill:
+            max_model_len = min(max_model_len, config.max_num_batched_tokens)
+        self.capabilities = EngineCapabilities(
+            model=info.name,
+            max_model_len=max_model_len,
+            vocab_size=info.vocab_size,
+            block_size=config.block_size,
+            num_blocks=info.num_blocks,
+            hash_algo=config.prefix_caching_hash_algo,
+            cache_namespace=info.cache_namespace,
+        )
+        self._hasher = BlockHasher(
+            config.prefix_caching_hash_algo,
+            config.block_size,
+            seed=config.prefix_caching_hash_seed,
+            namespace=info.cache_namespace,
+        )
+        self._scheduler = Scheduler(
+            KVCacheManager(
+                info.num_blocks,
+                config.block_size,
+                enable_caching=config.enable_prefix_caching,
+                full_prompt_hit=config.full_prompt_hit,
+                free_order=config.free_order,
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            hash_blocks=self._hash_blocks,
+            policy=config.scheduling_policy,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            reserve_full_sequence=config.reserve_full_sequence,
+            num_watermark_blocks=int(config.watermark * info.num_blocks),
+        )
+        self._num_failed_steps = 0
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never run here; `.param` names the field.
+        """
+        self.add_prepared(self.prepare_request(request))
+
+    def prepare_request(self, request: EngineRequest) -> Request:
+        """Check a request and hash its blocks: the part of adding it that needs no engine state.
+
+        Raises:
+            InvalidRequestError: as `add_request`.
+        """
+        check_request(request, self.capabilities)
+        params = request.sampling_params
+        num_prompt_tokens = len(request.prompt_token_ids)
+        room = self.capabilities.max_model_len - num_prompt_tokens
+        prepared = Request(
+            request,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            arrival_time_s=time.time() if request.arrival_time_s is None else request.arrival_time_s,
+        )
+        self._hash_blocks(prepared)
+        return prepared
+
+    def add_prepared(self, request: Request) -> None:
+        """Queue what `prepare_request` returned.
+
+        Raises:
+            InvalidRequestError: an unfinished request has the same id.
+        """
+        if request.request_id in self._scheduler.requests:
+            raise InvalidRequestError(
+                f"request_id: {request.request_id!r} belongs to an unfinished request", "request_id"
+            )
+        self._scheduler.add(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """End these requests now; no output will mention them again. Unknown ids are ignored. Returns those ended."""
+        return [request.request_id for request in self._scheduler.abort(request_ids)]
+
+    def step(self) -> EngineOutputs:
+        """Compute one step. Empty if nothing is unfinished.
+
+        If the model fails, the requests of this step end with `finish_reason` "error", their blocks
+        are freed, nothing computed in this step stays in the cache, and the engine goes on.
+        """
+        step = self._scheduler.schedule()
+        if not step.scheduled:
+            return EngineOutputs()
+        try:
+            sampled_token_ids = self.runner.execute(step.scheduled)
+        except Exception as error:
+            self._num_failed_steps += 1
+            logger.exception("step_failed requests=%d tokens=%d", len(step.scheduled), step.num_tokens)
+            reason = RequestError("internal", f"the model failed in this step: {type(error).__name__}: {error}")
+            return EngineOutputs(
+                [
+                    RequestOutput(request.request_id, [], request.num_cached_tokens or 0, "error", error=reason)
+                    for request in self._scheduler.withdraw(step)
+                ]
+            )
+        return EngineOutputs(self._scheduler.update(step, sampled_token_ids))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._scheduler.requests)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget every cached prefix. False, and no change, while a running request holds blocks.
+
+        With `reset_running_requests` those are preempted first (and computed again later), so it always succeeds.
+        """
+        if reset_running_requests:
+            self._scheduler.preempt_all()
+        return self._scheduler.kv.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_cached_hashes=len(pool.cached),
+            kv_cache_usage=pool.usage,
+            failed_steps=self._num_failed_steps,
+            **dataclasses.asdict(scheduler.counters),
+        )
+
+    def _hash_blocks(self, request: Request) -> None:
+        if self.config.enable_prefix_caching:
+            self._hasher.extend(request)
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuse settings that contradict themselves.
+
+    Raises:
+        InvalidConfigError: naming the setting.
+    """
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if getattr(config, name) < 1:
+            raise InvalidConfigError(f"{name}: must be at least 1, is {getattr(config, name)}")
+    for name in ("max_model_len", "num_blocks", "kv_cache_memory_bytes", "num_threads"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise InvalidConfigError(f"{name}: must be at least 1, is {value}")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise InvalidConfigError(
+            f"max_num_batched_tokens: {config.max_num_batched_tokens} gives some of max_num_seqs={config.max_num_seqs}"
+            " running requests no token in a step; it must be at least max_num_seqs"
+        )
+    if config.long_prefill_token_threshold < 0:
+        raise InvalidConfigError(f"long_prefill_token_threshold: {config.long_prefill_token_threshold} is negative")
+    if config.long_prefill_token_threshold and not config.enable_chunked_prefill:
+        raise InvalidConfigError("long_prefill_token_threshold: needs enable_chunked_prefill")
+    if not 0 <= config.watermark < 1:
+        raise InvalidConfigError(f"watermark: a share of the pool in [0, 1), is {config.watermark}")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise InvalidConfigError(
+            f"gpu_memory_utilization: a share of the memory in (0, 1], is {config.gpu_memory_utilization}"
+        )
+
+
+def check_request(request: EngineRequest, capabilities: EngineCapabilities) -> None:
+    """Refuse what could never run, or would break a step for others.
+
+    Raises:
+        InvalidRequestError: naming the field and the true numbers.
+    """
+    token_ids = request.prompt_token_ids
+    if not token_ids:
+        raise InvalidRequestError("prompt_token_ids: a prompt has at least one token", "prompt_token_ids")
+    if len(token_ids) >= capabilities.max_model_len:
+        pool_tokens = capabilities.num_blocks * capabilities.block_size
+        raise InvalidRequestError(
+            f"prompt_token_ids: the prompt has {len(token_ids)} tokens; prompt and output together may have"
+            f" {capabilities.max_model_len}, at least one of them output (the KV pool holds {pool_tokens})",
+            "prompt_token_ids",
+        )
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= capabilities.vocab_size:
+        raise InvalidRequestError(
+            f"prompt_token_ids: token id {lowest if lowest < 0 else highest} is outside the vocabulary,"
+            f" 0 … {capabilities.vocab_size - 1}",
+            "prompt_token_ids",
+        )
+    for index, span in enumerate(request.extra_key_spans):
+        if span.start < 0 or (span.end is not None and span.end <= span.start):
+            raise InvalidRequestError(
+                f"extra_key_spans[{index}]: [{span.start}, {span.end}) is no range of token positions",
+                "extra_key_spans",
+            )
+    params = request.sampling_params
+    if params.max_tokens is not None and not 1 <= params.max_tokens <= capabilities.max_model_len:
+        raise InvalidRequestError(
+            f"max_tokens: must be in 1 … {capabilities.max_model_len}, is {params.max_tokens}", "max_tokens"
+        )
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise InvalidRequestError(f"temperature: must be finite and at least 0, is {params.temperature}", "temperature")
+    if not 0 < params.top_p <= 1:
+        raise InvalidRequestError(f"top_p: must be in (0, 1], is {params.top_p}", "top_p")
+    if params.top_k < 0:
+        raise InvalidRequestError(f"top_k: must be at least 0 (off), is {params.top_k}", "top_k")
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise InvalidRequestError(f"seed: must be a signed 64-bit integer, is {params.seed}", "seed")

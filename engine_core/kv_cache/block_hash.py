@@ -1,0 +1,196 @@
+"""A block's identity: `hash(parent, token ids, extra keys)`.
+
+Two layouts of the hashed bytes.
+
+**Foreword's own** (`sha256`; `xxhash` is XXH3-128 of the same bytes). All integers little-endian:
+
+    parent        the previous block's hash, or the root: 32 bytes (xxhash: 16)
+    u32           number of tokens, then one u32 per token id
+    u32           number of extra keys, then for each, in the order of `_span_order`:
+      u16 + UTF-8   kind
+      u8            0: the key is text, 1: the key is bytes
+      u32 + bytes   key (text as UTF-8)
+      i64 i64       start and end of its span relative to the block's first token; the end is cut at the block's end
+
+Every part is counted or of fixed length, so no two different blocks have equal bytes. The root is
+`H("foreword kv block v1" ‖ 0 ‖ cache namespace)`: chains of different models never meet.
+
+**vLLM's** (`sha256_cbor`, `xxhash_cbor`), byte for byte, so that routers made for its KV events can read ours: canonical CBOR of
+`(parent, (token ids…), extra keys | None)`, with these tagged keys in this order:
+
+    kind lora            ("lora", label, key)
+    kind mm              ("mm", key, start relative to the block)
+    kind cache_salt      ("cache_salt", key)
+    kind prompt_embeds   ("prompt_embeds", key)
+    any other kind       (kind, key, relative start, relative end)
+
+Its root is H(cbor(seed)).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import struct
+from collections.abc import Callable, Sequence
+
+import cbor2
+import numpy as np
+import xxhash
+
+from ipc.messages import ExtraKeySpan
+
+from ..config import HashAlgo
+from ..errors import InvalidConfigError
+from ..request import Request
+
+logger = logging.getLogger(__name__)
+
+_ROOT_TAG = b"foreword kv block v1\0"
+_NO_EXTRA_KEYS = struct.pack("<I", 0)
+_KIND_ORDER = {"lora": 0, "mm": 1, "cache_salt": 2, "prompt_embeds": 3}
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+_HASH_FUNCTIONS: dict[HashAlgo, Callable[[bytes], bytes]] = {
+    "sha256": _sha256,
+    "sha256_cbor": _sha256,
+    "xxhash": xxhash.xxh3_128_digest,
+    "xxhash_cbor": xxhash.xxh3_128_digest,
+}
+
+
+def _span_order(span: ExtraKeySpan) -> tuple[int, str, int, int, bool, bytes]:
+    """The order of extra keys within a block: by kind, then by position. Total, so senders need not sort."""
+    is_bytes = isinstance(span.key, bytes)
+    key = span.key if isinstance(span.key, bytes) else span.key.encode()
+    kind_rank = _KIND_ORDER.get(span.kind, len(_KIND_ORDER))
+    return kind_rank, span.kind, span.start, -1 if span.end is None else span.end, is_bytes, key
+
+
+def spans_by_block(
+    spans: Sequence[ExtraKeySpan], first: int, num_blocks: int, block_size: int
+) -> list[list[ExtraKeySpan]]:
+    """For each of `num_blocks` blocks from block `first` on, the spans that overlap it, in hashing order."""
+    by_block: list[list[ExtraKeySpan]] = [[] for _ in range(num_blocks)]
+    for span in sorted(spans, key=_span_order):
+        last = num_blocks if span.end is None else min(num_blocks, -(-span.end // block_size) - first)
+        for index in range(max(0, span.start // block_size - first), last):
+            by_block[index].append(span)
+    return by_block
+
+
+def _relative_end(span: ExtraKeySpan, start: int, end: int) -> int:
+    return (end if span.end is None else min(span.end, end)) - start
+
+
+def encode_extra_keys(spans: Sequence[ExtraKeySpan], start: int, end: int) -> bytes:
+    """The extra keys of the block at `[start, end)`, in Foreword's own layout. `spans` overlap it, in order."""
+    parts = [struct.pack("<I", len(spans))]
+    for span in spans:
+        kind = span.kind.encode()
+        key = span.key.encode() if isinstance(span.key, str) else span.key
+        parts.append(struct.pack(f"<H{len(kind)}sBI", len(kind), kind, isinstance(span.key, bytes), len(key)))
+        parts.append(key)
+        parts.append(struct.pack("<qq", span.start - start, _relative_end(span, start, end)))
+    return b"".join(parts)
+
+
+def tagged_extra_keys(spans: Sequence[ExtraKeySpan], start: int, end: int) -> tuple[tuple[object, ...], ...] | None:
+    """The same keys as vLLM tags them. None where there are none."""
+    if not spans:
+        return None
+    tagged: list[tuple[object, ...]] = []
+    for span in spans:
+        match span.kind:
+            case "lora":
+                tagged.append(("lora", span.label, span.key))
+            case "mm":
+                tagged.append(("mm", span.key, span.start - start))
+            case "cache_salt" | "prompt_embeds":
+                tagged.append((span.kind, span.key))
+            case _:
+                tagged.append((span.kind, span.key, span.start - start, _relative_end(span, start, end)))
+    return tuple(tagged)
+
+
+class BlockHasher:
+    """Hashes blocks of `block_size` tokens with one algorithm and one root.
+
+    Args:
+        algo: one of `HashAlgo`.
+        seed: root of the chains in the `_cbor` modes (`PYTHONHASHSEED`, if set, goes before it) and of `xxhash`.
+        namespace: the cache namespace; the root in our own modes, and the seed where the `_cbor` modes are given none.
+
+    The xxhash modes are not collision resistant, so without a seed their root is random per process.
+    """
+
+    def __init__(self, algo: HashAlgo, block_size: int, *, seed: str | None = None, namespace: str = "") -> None:
+        if algo not in _HASH_FUNCTIONS:
+            raise InvalidConfigError(f"prefix_caching_hash_algo: {algo!r} is none of {', '.join(_HASH_FUNCTIONS)}")
+        self.algo: HashAlgo = algo
+        self.block_size = block_size
+        self._hash = _HASH_FUNCTIONS[algo]
+        self._is_cbor = algo.endswith("_cbor")
+        if self._is_cbor:
+            seed = os.environ.get("PYTHONHASHSEED", seed)
+        if algo.startswith("xxhash"):
+            logger.warning("hash_not_cryptographic algo=%s risk=%r", algo, "crafted prompts can hit a stranger's cache")
+            if seed is None:
+                seed = os.urandom(32).hex()
+        if self._is_cbor:
+            self.root = self._hash(cbor2.dumps(namespace if seed is None else seed, canonical=True))
+        else:
+            self.root = self._hash(_ROOT_TAG + namespace.encode() + (b"" if seed is None else b"\0" + seed.encode()))
+        self._num_tokens_prefix = struct.pack("<I", block_size)
+
+    def extend(self, request: Request) -> None:
+        """Append the hashes of the request's full blocks that are not hashed yet."""
+        block_size = self.block_size
+        hashes = request.block_hashes
+        first = len(hashes)
+        num_new = len(request.token_ids) // block_size - first
+        if num_new == 0:
+            return
+        token_ids = request.token_ids[first * block_size : (first + num_new) * block_size]
+        parent = hashes[-1] if hashes else self.root
+        spans = spans_by_block(request.extra_key_spans, first, num_new, block_size) if request.extra_key_spans else None
+        if self._is_cbor:
+            hashes += self._chain_cbor(parent, token_ids, first, spans)
+        else:
+            hashes += self._chain(parent, token_ids, first, spans)
+
+    def _chain(
+        self, parent: bytes, token_ids: list[int], first: int, spans: list[list[ExtraKeySpan]] | None
+    ) -> list[bytes]:
+        digest, prefix, block_size = self._hash, self._num_tokens_prefix, self.block_size
+        tokens = np.array(token_ids, dtype="<u4").tobytes()
+        extra_keys = _NO_EXTRA_KEYS
+        hashes = []
+        for index in range(len(token_ids) // block_size):
+            if spans is not None:
+                start = (first + index) * block_size
+                extra_keys = encode_extra_keys(spans[index], start, start + block_size)
+            block_tokens = tokens[4 * index * block_size : 4 * (index + 1) * block_size]
+            parent = digest(b"".join((parent, prefix, block_tokens, extra_keys)))
+            hashes.append(parent)
+        return hashes
+
+    def _chain_cbor(
+        self, parent: bytes, token_ids: list[int], first: int, spans: list[list[ExtraKeySpan]] | None
+    ) -> list[bytes]:
+        block_size = self.block_size
+        extra_keys = None
+        hashes = []
+        for index in range(len(token_ids) // block_size):
+            if spans is not None:
+                start = (first + index) * block_size
+                extra_keys = tagged_extra_keys(spans[index], start, start + block_size)
+            block_tokens = tuple(token_ids[index * block_size : (index + 1) * block_size])
+            parent = self._hash(cbor2.dumps((parent, block_tokens, extra_keys), canonical=True))
+            hashes.append(parent)
+        return hashes

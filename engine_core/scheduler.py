@@ -1,0 +1,243 @@
+"""Who computes how many tokens in the next step.
+
+There is no prefill phase and no decode phase: each request catches up from `num_computed_tokens` to `num_tokens`, and a
+step gives every request as many new tokens as its budget allows (vLLM's idea). Running requests come first, in
+order of admission; then waiting ones are admitted while budget, seats and blocks last. When a running request
+finds no block, another one is preempted: its blocks are freed, and it is computed again later, mostly from the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ipc.messages import FinishReason, RequestOutput
+
+from .config import SchedulingPolicy
+from .kv_cache import KVCacheManager
+from .request import Request, RequestStatus
+from .runner import ScheduledRequest
+from .stats import SchedulerCounters
+from .waiting_queue import make_waiting_queue
+
+
+@dataclass(slots=True)
+class Step:
+    """One scheduled step: what to compute, in batch order, and who had to give way for it."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.scheduled)
+
+
+class Scheduler:
+    """Continuous batching over a `KVCacheManager`.
+
+    Every request added fits the pool alone (`EngineCore` refuses others), so whenever requests are unfinished, `schedule`
+    returns a step that computes at least one token. The cost of a step grows with what is scheduled, not with what waits
+    or is cached.
+
+    Args:
+        kv: block tables and prefix cache.
+        max_num_seqs: most requests in one step.
+        max_num_batched_tokens: most tokens in one step.
+        max_model_len: a request that reaches this many tokens is finished.
+        eos_token_ids: end a request unless it ignores them.
+        hash_blocks: extends a request's `block_hashes`; called when a generated token completes a block.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        hash_blocks: Callable[[Request], None] = lambda request: None,
+        policy: SchedulingPolicy = "fcfs",
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        reserve_full_sequence: bool = True,
+        num_watermark_blocks: int = 0,
+    ) -> None:
+        self.kv = kv
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.hash_blocks = hash_blocks
+        self.policy: SchedulingPolicy = policy
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.reserve_full_sequence = reserve_full_sequence
+        self.num_watermark_blocks = num_watermark_blocks
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = make_waiting_queue(policy)
+        self.counters = SchedulerCounters()
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """End these requests at once and free their blocks. Unknown ids are ignored. Returns those ended."""
+        aborted = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:
+                self.waiting.remove(request)
+            self._finish(request)
+            aborted.append(request)
+        return aborted
+
+    def schedule(self) -> Step:
+        """Plan one step and allocate its slots. Follow it with `update`, or with `withdraw` if it cannot run."""
+        step = Step()
+        budget = self._schedule_running(step)
+        # Admitting beside a preemption would hand the victim's blocks to a newcomer, and could let it share
+        # blocks of a request withdrawn from this very step.
+        if not step.preempted:
+            self._admit_waiting(step, budget)
+        return step
+
+    def _schedule_running(self, step: Step) -> int:
+        budget = self.max_num_batched_tokens
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            num_tokens = self._chunk(request, request.num_computed_tokens, budget)
+            while self.kv.allocate_slots(request, num_tokens) is None:
+                victim = self._choose_victim()
+                victim_index = self.running.index(victim)
+                if victim_index < index:  # it was scheduled in this step already
+                    index -= 1
+                    entry = step.scheduled.pop(victim_index)
+                    budget += entry.num_tokens
+                self._preempt(victim)
+                step.preempted.append(victim)
+                if victim is request:
+                    break
+            else:
+                step.scheduled.append(self._entry(request, num_tokens))
+                budget -= num_tokens
+                index += 1
+        return budget
+
+    def _admit_waiting(self, step: Step, budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.peek()
+            hit = self.kv.get_computed_blocks(request)
+            num_tokens = self._chunk(request, hit.num_tokens, budget)
+            if not self.enable_chunked_prefill and hit.num_tokens + num_tokens < request.num_tokens:
+                return
+            allocated = self.kv.allocate_slots(
+                request,
+                num_tokens,
+                hit,
+                reserve_full_sequence=self.reserve_full_sequence,
+                num_spare_blocks=self.num_watermark_blocks if self.running else 0,
+            )
+            if allocated is None:
+                return
+            self.waiting.pop()
+            self.running.append(request)
+            request.num_computed_tokens = hit.num_tokens
+            self.counters.count_admission(request, hit.num_tokens)
+            request.status = RequestStatus.RUNNING
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = hit.num_tokens
+            step.scheduled.append(self._entry(request, num_tokens))
+            budget -= num_tokens
+
+    def _chunk(self, request: Request, num_computed_tokens: int, budget: int) -> int:
+        num_tokens = request.num_tokens - num_computed_tokens
+        if 0 < self.long_prefill_token_threshold < num_tokens and len(self.requests) > 1:
+            num_tokens = self.long_prefill_token_threshold
+        return min(num_tokens, budget)
+
+    def _entry(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        table = self.kv.tables[request.request_id]
+        return ScheduledRequest(
+            request, request.num_computed_tokens, num_tokens, table.block_ids, table.num_shared_blocks
+        )
+
+    def _choose_victim(self) -> Request:
+        if self.policy == "priority":
+            return max(self.running, key=lambda request: (request.priority, request.arrival_time_s))
+        return self.running[-1]
+
+    def _preempt(self, request: Request) -> None:
+        self.kv.withdraw(request)
+        self.running.remove(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.put_back(request)
+
+    def update(self, step: Step, sampled_token_ids: Sequence[int | None]) -> list[RequestOutput]:
+        """The step has run: append what was sampled, finish who is done. One output per sampled token."""
+        self.kv.commit_step()
+        self.counters.steps += 1
+        outputs = []
+        finished = False
+        for entry, token_id in zip(step.scheduled, sampled_token_ids, strict=True):
+            request = entry.request
+            request.num_computed_tokens += entry.num_tokens
+            self.counters.computed_tokens += entry.num_tokens
+            if token_id is None:
+                continue
+            request.token_ids.append(token_id)
+            self.counters.generated_tokens += 1
+            if len(request.token_ids) % self.kv.block_size == 0:
+                self.hash_blocks(request)
+            finish_reason, stop_reason = self._finish_reason(request, token_id)
+            outputs.append(
+                RequestOutput(
+                    request.request_id, [token_id], request.num_cached_tokens or 0, finish_reason, stop_reason
+                )
+            )
+            if finish_reason is not None:
+                self._finish(request)
+                finished = True
+        if finished:
+            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        return outputs
+
+    def withdraw(self, step: Step) -> list[Request]:
+        """The step failed: end its requests, forget what it registered. Returns the requests ended."""
+        failed = [entry.request for entry in step.scheduled]
+        for request in failed:
+            self.kv.withdraw(request)
+            self._finish(request)
+        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        return failed
+
+    def preempt_all(self) -> None:
+        """Give up the blocks of every running request, the last admitted first; they wait to be computed again."""
+        for request in reversed(self.running.copy()):
+            self._preempt(request)
+
+    def _finish_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
+        params = request.sampling_params
+        if token_id in self.eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token_id in params.stop_token_ids:
+            return "stop", token_id
+        if request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len:
+            return "length", None
+        return None, None
+
+    def _finish(self, request: Request) -> None:
+        self.kv.free(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
