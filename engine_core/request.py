@@ -69,6 +69,6 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.request_id!r}, {self.status.name}, {self.num_prompt_tokens}+{self.num_output_tokens} tokens,"
-            f" {self.num_computed_tokens} computed)"
+            f"Request({self.request_id!r}, {self.status.name}, {self.num_prompt_tokens}+{self.num_output_tokens}"
+            f" tokens, {self.num_computed_tokens} computed)"
         )

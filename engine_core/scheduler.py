@@ -36,9 +36,9 @@ class Step:
 class Scheduler:
     """Continuous batching over a `KVCacheManager`.
 
-    Every request added fits the pool alone (`EngineCore` refuses others), so whenever requests are unfinished, `schedule`
-    returns a step that computes at least one token. The cost of a step grows with what is scheduled, not with what waits
-    or is cached.
+    Every request added fits the pool alone (`EngineCore` refuses others), so whenever requests are unfinished,
+    `schedule` returns a step that computes at least one token. The cost of a step grows with what is scheduled, not
+    with what waits or is cached.
 
     Args:
         kv: block tables and prefix cache.
@@ -151,7 +151,8 @@ class Scheduler:
             self.waiting.pop()
             self.running.append(request)
             request.num_computed_tokens = hit.num_tokens
-            self.counters.count_admission(request, hit.num_tokens)
+            if self.kv.enable_caching:
+                self.counters.count_admission(request, hit.num_tokens)
             request.status = RequestStatus.RUNNING
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = hit.num_tokens

@@ -7,11 +7,17 @@ The protocol version and the engine's epoch stand in the header frame (`ipc.code
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct, field
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+# msgspec refuses the union of two string-like types, though MessagePack tells them apart.
+if TYPE_CHECKING:
+    SpanKey = str | bytes
+else:
+    SpanKey = Any
 
 
 class ExtraKeySpan(Struct, array_like=True, frozen=True):
@@ -26,8 +32,12 @@ class ExtraKeySpan(Struct, array_like=True, frozen=True):
     start: int
     end: int | None
     kind: str
-    key: str | bytes
+    key: SpanKey
     label: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str | bytes):
+            raise TypeError(f"ExtraKeySpan.key must be str or bytes, not {type(self.key).__name__}")
 
 
 class SamplingParams(Struct, array_like=True, frozen=True):

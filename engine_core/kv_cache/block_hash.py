@@ -15,8 +15,8 @@ Two layouts of the hashed bytes.
 Every part is counted or of fixed length, so no two different blocks have equal bytes. The root is
 `H("foreword kv block v1" ‖ 0 ‖ cache namespace)`: chains of different models never meet.
 
-**vLLM's** (`sha256_cbor`, `xxhash_cbor`), byte for byte, so that routers made for its KV events can read ours: canonical CBOR of
-`(parent, (token ids…), extra keys | None)`, with these tagged keys in this order:
+**vLLM's** (`sha256_cbor`, `xxhash_cbor`), byte for byte, so that routers made for its KV events can read ours:
+canonical CBOR of `(parent, (token ids…), extra keys | None)`, with these tagged keys in this order:
 
     kind lora            ("lora", label, key)
     kind mm              ("mm", key, start relative to the block)
@@ -39,11 +39,10 @@ import cbor2
 import numpy as np
 import xxhash
 
+from engine_core.config import HashAlgo
+from engine_core.errors import InvalidConfigError
+from engine_core.request import Request
 from ipc.messages import ExtraKeySpan
-
-from ..config import HashAlgo
-from ..errors import InvalidConfigError
-from ..request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..config import FreeOrder
+from engine_core.config import FreeOrder
+
 from .block import FreeKVCacheBlockQueue, KVCacheBlock
 
 
@@ -24,8 +25,8 @@ class BlockPool:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeKVCacheBlockQueue(self.blocks)
         self.free_order: FreeOrder = free_order
-        # A block table is append-only, so equal content may sit in several blocks. One block is the rule: only then a dict
-        # per hash. Insertion order: the oldest copy serves hits.
+        # A block table is append-only, so equal content may sit in several blocks. One is the rule, so only several
+        # cost a dict; in its insertion order, the oldest copy serves hits.
         self.cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
 
     @property

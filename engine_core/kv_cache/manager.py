@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config import FreeOrder, FullPromptHit
-from ..request import Request
+from engine_core.config import FreeOrder, FullPromptHit
+from engine_core.request import Request
+
 from .block import KVCacheBlock
 from .block_pool import BlockPool
 

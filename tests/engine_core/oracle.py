@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine_core.kv_cache import BlockHasher, BlockPool
@@ -76,8 +76,4 @@ def peer_cached_blocks(state: dict) -> dict[int, str]:
 
 
 def duplicates(pool: BlockPool, hex_len: int) -> dict[str, list[int]]:
-    return {
-        digest.hex()[:hex_len]: list(entry) for digest, entry in pool.cached.items() if isinstance(entry, dict)
-    }
-
-
+    return {digest.hex()[:hex_len]: list(entry) for digest, entry in pool.cached.items() if isinstance(entry, dict)}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine_core.errors import InvalidConfigError
-from engine_core.kv_cache.block_hash import BlockHasher, tagged_extra_keys, spans_by_block
+from engine_core.kv_cache.block_hash import BlockHasher, spans_by_block, tagged_extra_keys
 from ipc.messages import ExtraKeySpan
 from tests.engine_core.make import make_request
 
@@ -74,7 +74,10 @@ def test_cbor_modes_equal_the_peer_byte_for_byte(case: dict, algo: str, monkeypa
         tagged_extra_keys(overlapping, index * case["block_size"], (index + 1) * case["block_size"])
         for index, overlapping in enumerate(spans_by_block(spans, 0, case["num_full_blocks"], case["block_size"]))
     ]
-    shown = [None if t is None else [[{"bytes_hex": p.hex()} if isinstance(p, bytes) else p for p in k] for k in t] for t in tags]
+    shown = [
+        keys and [[{"bytes_hex": part.hex()} if isinstance(part, bytes) else part for part in key] for key in keys]
+        for keys in tags
+    ]
     assert shown == case["expected_extra_keys_per_block"]
 
     request = make_request("r", case["prompt_token_ids"], extra_key_spans=spans)
@@ -132,9 +135,7 @@ def test_whatever_decides_the_content_decides_the_hash(algo: str):
         "image one token later": hashes_of(hasher, tokens, (ExtraKeySpan(1, 2, "mm", "a"),)),
         "own kind spelled like the salt": hashes_of(hasher, tokens, (ExtraKeySpan(0, 1, "cache_sal", "ta"),)),
         "bytes instead of text": hashes_of(hasher, tokens, (ExtraKeySpan(0, 1, "cache_salt", b"a"),)),
-        "two keys": hashes_of(
-            hasher, tokens, (ExtraKeySpan(0, 1, "cache_salt", "a"), ExtraKeySpan(0, 1, "mm", "a"))
-        ),
+        "two keys": hashes_of(hasher, tokens, (ExtraKeySpan(0, 1, "cache_salt", "a"), ExtraKeySpan(0, 1, "mm", "a"))),
     }
     firsts = {name: hashes[0] for name, hashes in variants.items()}
     seconds = {name: hashes[1] for name, hashes in variants.items()}
@@ -189,7 +190,7 @@ def test_only_cryptographic_roots_are_stable_without_a_seed(
 
 
 def test_an_unknown_algorithm_is_named():
-    with pytest.raises(InvalidConfigError, match="prefix_caching_hash_algo.*md5"):
+    with pytest.raises(InvalidConfigError, match=r"prefix_caching_hash_algo.*md5"):
         BlockHasher("md5", 16)
 
 
@@ -198,4 +199,3 @@ def test_token_ids_beyond_32_bits_are_an_error_not_a_collision():
     for token_id in (-1, 2**32):
         with pytest.raises(OverflowError):
             hasher.extend(make_request("r", [token_id]))
-

@@ -124,7 +124,7 @@ def test_trace_replays_exactly(name: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", oracle.trace_names("block_traces"))
 def test_hits_do_not_depend_on_the_free_order_until_something_is_evicted(name: str, monkeypatch: pytest.MonkeyPatch):
-    """The document's order on the peer's newer traces: hits, reference counts' sum and cached sets agree before evictions."""
+    """The document's order on the peer's newer traces: hits, reference counts, cached sets agree before evictions."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     header, records = oracle.read_trace("block_traces", name)
     replay = Replay(header, "append_all")

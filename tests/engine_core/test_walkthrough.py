@@ -1,4 +1,4 @@
-"""The published prefix-caching walk-through: block size 4, ten blocks, three requests. Run with `-s` to see the queues."""
+"""The published prefix-caching walk-through: block size 4, ten blocks, three requests. `-s` shows the queues."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from tests.engine_core.make import make_request
 
 def show(title: str, manager: KVCacheManager) -> str:
     queue = "-".join(str(block.block_id) for block in manager.pool.free_queue)
-    tables = "; ".join(f"request {name}: {table.block_ids}" for name, table in manager.tables.items())
-    print(f"{title:<28} free queue {queue or '(empty)':<22} {tables}")
+    "; ".join(f"request {name}: {table.block_ids}" for name, table in manager.tables.items())
     return queue
 
 
@@ -51,7 +50,7 @@ def test_the_document_example_gives_the_document_queues():
     assert table(first) == [0, 1, 2, 3, 4]
     assert show("request 0: two more", manager) == "5-6-7-8-9"
 
-    second = make_request("1", tokens[:10] + [210, 211, 212, 213])
+    second = make_request("1", [*tokens[:10], 210, 211, 212, 213])
     assert admit(second) == [0, 1]
     assert table(second) == [0, 1, 5, 6]
     assert show("request 1: 14, shares 10", manager) == "7-8-9"

@@ -1,0 +1,358 @@
+"""The engine's end of the wire: a thread that owns the ROUTER and knows every frontend, but no model.
+
+It receives, checks and hashes requests, sends outputs and heartbeats, and notices who is gone, however long a step
+takes. The engine loop hears of it only through a queue of commands, and never waits for it.
+
+What cannot be sent waits in a bounded backlog per frontend. When that is full the frontend's requests are
+aborted, and after everything that waited it is told so: no token disappears without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import msgspec
+import zmq
+
+from ipc.codec import PROTOCOL_VERSION, Decoder, WireError, encode, read_header
+from ipc.drops import DropCounter
+from ipc.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineCapabilities,
+    EngineMessage,
+    EngineOutputs,
+    EngineRequest,
+    FrontendMessage,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Refused,
+    RequestError,
+    RequestOutput,
+    Welcome,
+)
+from ipc.sockets import QUEUE_MESSAGES, bind_router
+
+from .errors import InvalidRequestError
+from .request import Request
+
+logger = logging.getLogger(__name__)
+
+# Sending goes on between the messages of a flood.
+_MESSAGES_PER_TURN = 256
+# A ROUTER cannot tell when one particular peer can be written to again, so a backlog is retried.
+_BACKLOG_RETRY_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Times and bounds of the wire. `max_backlog_messages` is about one message per step and frontend."""
+
+    heartbeat_interval_s: float = 1.0
+    frontend_timeout_s: float = 10.0
+    queue_messages: int = QUEUE_MESSAGES
+    max_backlog_messages: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    exit_code: int
+
+
+Command: TypeAlias = Add | Abort | Stop
+
+
+@dataclass(slots=True, eq=False)
+class _Frontend:
+    """One session. `engine_ids` has its unfinished requests: its own id → the engine's."""
+
+    identity: bytes
+    last_heard_s: float
+    engine_ids: dict[str, str] = field(default_factory=dict)
+    backlog: deque[EngineOutputs] = field(default_factory=deque)
+
+
+class FrontendLink:
+    """Serves frontends at an endpoint until stopped.
+
+    `commands` receives what they want, in order; a `Stop(1)` in it says that this thread has failed.
+    Request ids in commands and in `publish` are the engine's own, unique over all frontends and times.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        capabilities: EngineCapabilities,
+        prepare_request: Callable[[EngineRequest], Request],
+        commands: SimpleQueue[Command],
+        settings: LinkSettings,
+    ) -> None:
+        """Binds the socket; raises what `ipc.sockets.bind_router` raises."""
+        self.epoch = secrets.randbits(64) or 1
+        self.drops = DropCounter("engine")
+        self._capabilities = capabilities
+        self._prepare_request = prepare_request
+        self._commands = commands
+        self._settings = settings
+        self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
+        self._frontends: dict[bytes, _Frontend] = {}
+        self._requests: dict[str, tuple[_Frontend, str]] = {}
+        self._serial = itertools.count()
+        self._outbox: deque[EngineOutputs] = deque()
+        self._stopping = False
+        self._next_beat_s = time.monotonic()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._router = bind_router(self._context, endpoint, queue_messages=settings.queue_messages)
+        except BaseException:
+            self._context.term()
+            raise
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._thread = threading.Thread(target=self._run, name="frontend-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def publish(self, outputs: EngineOutputs) -> None:
+        """Send what a step produced to whom it concerns. Never waits. The outputs are the link's from here on."""
+        self._outbox.append(outputs)
+        self._wake()
+
+    def stop(self) -> None:
+        """Send what was published, say goodbye to everybody, close. Waits for it (about a second at most)."""
+        self._stopping = True
+        self._wake()
+        self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _wake(self) -> None:
+        # A full pipe holds enough wake-ups.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._router, zmq.POLLIN)
+            poller.register(self._wake_read, zmq.POLLIN)
+            while not self._stopping:
+                events = dict(poller.poll(self._wait_ms()))
+                if self._wake_read in events:
+                    os.read(self._wake_read, 65536)
+                self._receive()
+                self._flush()
+                self._beat()
+            self._flush()
+            for frontend in self._frontends.values():
+                self._send(frontend.identity, Goodbye())
+        except Exception:
+            logger.exception("frontend_link_failed")
+            self._commands.put(Stop(1))
+        finally:
+            self._router.close()
+            self._context.term()
+
+    def _wait_ms(self) -> int:
+        wait_s = self._next_beat_s - time.monotonic()
+        if any(frontend.backlog for frontend in self._frontends.values()):
+            wait_s = min(wait_s, _BACKLOG_RETRY_S)
+        return max(0, round(wait_s * 1000))
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            self._take(identity.bytes, [frame.buffer for frame in frames])
+
+    def _take(self, identity: bytes, frames: list[memoryview]) -> None:
+        try:
+            epoch, message = self._decoder.decode(frames)
+        except WireError as error:
+            self.drops.add(error.reason, str(error))
+            if error.reason == "version":
+                version = read_header(frames).version
+                reason = f"the engine speaks protocol {PROTOCOL_VERSION}, the frontend {version}"
+                self._send(identity, Refused(reason))
+            return
+        if isinstance(message, Hello):
+            self._greet(identity)
+            return
+        if epoch != self.epoch:
+            self.drops.add("stale_epoch", f"message of epoch {epoch}, the engine's is {self.epoch}")
+            return
+        frontend = self._frontends.get(identity)
+        if frontend is None:
+            # It was given up while it was silent and does not know yet.
+            self.drops.add("no_session", type(message).__name__)
+            self._send(identity, Goodbye())
+            return
+        frontend.last_heard_s = time.monotonic()
+        if isinstance(message, AddRequest):
+            self._add(frontend, message.request)
+        elif isinstance(message, AbortRequests):
+            self._abort(frontend, message.request_ids)
+        elif isinstance(message, Goodbye):
+            self._forget(frontend, "goodbye")
+
+    def _greet(self, identity: bytes) -> None:
+        frontend = self._frontends.get(identity)
+        if frontend is None:
+            frontend = self._frontends[identity] = _Frontend(identity, time.monotonic())
+            logger.info("frontend_joined frontend=%s", identity.hex())
+        else:
+            # A frontend that starts anew has no use for what it had in flight.
+            self._abort(frontend, list(frontend.engine_ids))
+        self._send(identity, Welcome(self._capabilities))
+
+    def _add(self, frontend: _Frontend, request: EngineRequest) -> None:
+        own_id = request.request_id
+        if own_id in frontend.engine_ids:
+            message = f"request_id: {own_id!r} belongs to an unfinished request"
+            self._refuse(frontend, own_id, RequestError("invalid", message, "request_id"))
+            return
+        if len(frontend.backlog) >= self._settings.max_backlog_messages:
+            self._refuse(frontend, own_id, _not_reading(self._settings))
+            return
+        engine_id = f"{next(self._serial)}:{own_id}"
+        try:
+            prepared = self._prepare_request(msgspec.structs.replace(request, request_id=engine_id))
+        except InvalidRequestError as error:
+            self._refuse(frontend, own_id, RequestError("invalid", str(error), error.param))
+            return
+        except Exception as error:
+            logger.exception("prepare_failed request_id=%r", own_id)
+            message = f"the request could not be prepared: {type(error).__name__}: {error}"
+            self._refuse(frontend, own_id, RequestError("internal", message))
+            return
+        frontend.engine_ids[own_id] = engine_id
+        self._requests[engine_id] = (frontend, own_id)
+        self._commands.put(Add(prepared))
+
+    def _abort(self, frontend: _Frontend, own_ids: Iterable[str]) -> None:
+        engine_ids = [frontend.engine_ids.pop(own_id) for own_id in own_ids if own_id in frontend.engine_ids]
+        for engine_id in engine_ids:
+            del self._requests[engine_id]
+        if engine_ids:
+            self._commands.put(Abort(engine_ids))
+
+    def _forget(self, frontend: _Frontend, reason: str) -> None:
+        if self._frontends.pop(frontend.identity, None) is None:
+            return
+        logger.info(
+            "frontend_left frontend=%s reason=%s dropped_requests=%d",
+            frontend.identity.hex(),
+            reason,
+            len(frontend.engine_ids),
+        )
+        self._abort(frontend, list(frontend.engine_ids))
+        frontend.backlog.clear()
+
+    def _refuse(self, frontend: _Frontend, own_id: str, error: RequestError) -> None:
+        self._enqueue(frontend, EngineOutputs([RequestOutput(own_id, [], finish_reason="error", error=error)]))
+
+    def _flush(self) -> None:
+        for frontend in list(self._frontends.values()):
+            while frontend.backlog and self._send(frontend.identity, frontend.backlog[0]):
+                frontend.backlog.popleft()
+        while self._outbox:
+            self._route(self._outbox.popleft())
+
+    def _route(self, outputs: EngineOutputs) -> None:
+        shares: dict[_Frontend, list[RequestOutput]] = {}
+        for output in outputs.outputs:
+            # Unknown is what was aborted while its step ran.
+            if (entry := self._requests.get(output.request_id)) is None:
+                continue
+            frontend, own_id = entry
+            if output.finish_reason is not None:
+                del self._requests[output.request_id]
+                del frontend.engine_ids[own_id]
+            output.request_id = own_id
+            shares.setdefault(frontend, []).append(output)
+        for frontend, share in shares.items():
+            self._enqueue(frontend, EngineOutputs(share))
+
+    def _enqueue(self, frontend: _Frontend, outputs: EngineOutputs) -> None:
+        if not frontend.backlog and self._send(frontend.identity, outputs):
+            return
+        if frontend.identity not in self._frontends:
+            return
+        frontend.backlog.append(outputs)
+        limit = self._settings.max_backlog_messages
+        if len(frontend.backlog) >= limit and frontend.engine_ids:
+            own_ids = list(frontend.engine_ids)
+            logger.warning("frontend_overflow frontend=%s aborted=%d", frontend.identity.hex(), len(own_ids))
+            self._abort(frontend, own_ids)
+            error = _not_reading(self._settings)
+            frontend.backlog.append(
+                EngineOutputs([RequestOutput(own_id, [], finish_reason="abort", error=error) for own_id in own_ids])
+            )
+        elif len(frontend.backlog) > 2 * limit:
+            # It sends and sends, and reads nothing: not even refusals can be kept for it.
+            self._forget(frontend, "overflow")
+
+    def _send(self, identity: bytes, message: EngineMessage) -> bool:
+        """False if the peer's queue is full. A peer that is gone is forgotten."""
+        try:
+            self._router.send_multipart([identity, *encode(message, self.epoch)], zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            if (frontend := self._frontends.get(identity)) is not None:
+                self._forget(frontend, "disconnected")
+            return False
+        return True
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        late_s = now_s - self._next_beat_s
+        if late_s < 0:
+            return
+        interval_s = self._settings.heartbeat_interval_s
+        self._next_beat_s = now_s + interval_s
+        for frontend in list(self._frontends.values()):
+            if late_s > interval_s:
+                # It was this process that slept; their heartbeats may be waiting in the socket.
+                frontend.last_heard_s = min(frontend.last_heard_s + late_s, now_s)
+            if now_s - frontend.last_heard_s > self._settings.frontend_timeout_s:
+                self._forget(frontend, "silent")
+                self._send(frontend.identity, Goodbye())
+            else:
+                self._send(frontend.identity, Heartbeat())
+
+
+def _not_reading(settings: LinkSettings) -> RequestError:
+    return RequestError(
+        "overloaded",
+        f"the frontend did not read its outputs: {settings.max_backlog_messages} messages were waiting for it",
+    )

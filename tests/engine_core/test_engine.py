@@ -1,0 +1,389 @@
+"""The embedding API: what `EngineCore` promises to a program that drives it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from engine_core import EngineConfig, EngineCore, EngineRequest, InvalidConfigError, InvalidRequestError, SamplingParams
+from ipc.messages import ExtraKeySpan, RequestOutput
+from tests.checking_runner import CheckingRunner, expected_output
+
+B = 4
+VOCAB = 1000
+IDS = itertools.count()
+
+
+def make_engine(num_blocks: int = 32, *, runner: CheckingRunner | None = None, **settings) -> EngineCore:
+    config = EngineConfig(block_size=B, max_num_seqs=settings.pop("max_num_seqs", 8), **settings)
+    return EngineCore(config, runner or CheckingRunner(num_blocks, B, vocab_size=VOCAB))
+
+
+def make_request(prompt: Sequence[int], max_tokens: int | None = 4, request_id: str | None = None, **fields):
+    sampling = fields.pop("sampling", {})
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **sampling)
+    return EngineRequest(request_id or f"r{next(IDS)}", list(prompt), params, **fields)
+
+
+def run(engine: EngineCore, after_first_step: Sequence[EngineRequest] = ()) -> dict[str, list[RequestOutput]]:
+    """Step until nothing is left; outputs by request."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+        for request in after_first_step:
+            engine.add_request(request)
+        after_first_step = ()
+    assert_idle(engine)
+    return outputs
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.new_token_ids]
+
+
+def assert_idle(engine: EngineCore) -> None:
+    """No request, no block in use, every `ref_cnt` 0, and every cached block findable."""
+    kv = engine._scheduler.kv
+    assert not engine.has_unfinished_requests() and not engine._scheduler.running and not len(engine._scheduler.waiting)
+    assert not kv.tables
+    assert all(block.ref_cnt == 0 for block in kv.pool.blocks)
+    assert sorted(block.block_id for block in kv.pool.free_queue) == list(range(kv.pool.num_blocks))
+    hashed = {block.block_hash for block in kv.pool.blocks if block.block_hash is not None}
+    assert hashed == set(kv.pool.cached)
+
+
+def complete(engine: EngineCore, prompt: Sequence[int], max_tokens: int = 4, **fields) -> list[RequestOutput]:
+    request = make_request(prompt, max_tokens, **fields)
+    engine.add_request(request)
+    return run(engine)[request.request_id]
+
+
+class TestOutputs:
+    def test_tokens_come_one_step_at_a_time_and_end_with_a_reason(self):
+        outputs = complete(make_engine(), range(10), 3)
+        assert [len(output.new_token_ids) for output in outputs] == [1, 1, 1]
+        assert [output.finish_reason for output in outputs] == [None, None, "length"]
+        assert tokens_of(outputs) == expected_output(range(10), 3, VOCAB)
+
+    def test_without_max_tokens_a_request_fills_its_context(self):
+        engine = make_engine(max_model_len=16)
+        outputs = complete(engine, range(10), None)
+        assert len(tokens_of(outputs)) == 6 and outputs[-1].finish_reason == "length"
+
+    def test_stop_tokens_end_a_request_and_are_named(self):
+        first, second = expected_output(range(10), 2, VOCAB)
+        outputs = complete(make_engine(), range(10), 8, sampling={"stop_token_ids": (second,)})
+        assert tokens_of(outputs) == [first, second]
+        assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", second)
+
+    def test_end_of_sequence_ends_a_request_unless_it_is_ignored(self):
+        eos = expected_output(range(10), 2, VOCAB)[1]
+        runner = CheckingRunner(32, B, vocab_size=VOCAB, eos_token_ids=frozenset({eos}))
+        outputs = complete(make_engine(runner=runner), range(10), 8)
+        assert len(outputs) == 2 and (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", None)
+        runner = CheckingRunner(32, B, vocab_size=VOCAB, eos_token_ids=frozenset({eos}))
+        assert len(complete(make_engine(runner=runner), range(10), 8, sampling={"ignore_eos": True})) == 8
+
+    @pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 2 * B])
+    def test_cached_tokens_of_a_repeated_prompt(self, num_tokens: int):
+        engine = make_engine()
+        cold, warm = (complete(engine, range(num_tokens)) for _ in range(2))
+        assert tokens_of(cold) == tokens_of(warm)
+        assert {output.num_cached_tokens for output in cold} == {0}
+        assert {output.num_cached_tokens for output in warm} == {min(num_tokens // B * B, num_tokens - 1)}
+
+    def test_the_next_turn_of_a_chat_reuses_the_generated_tokens_too(self):
+        engine = make_engine()
+        history = list(range(10))
+        for _ in range(3):
+            outputs = complete(engine, history, 6)
+            history = history + tokens_of(outputs) + [7, 8, 9]
+            # the last sampled token was never computed
+            reusable = (len(history) - 4) // B * B
+            assert complete(engine, history, 1)[0].num_cached_tokens == reusable
+
+
+class TestBatching:
+    def test_strangers_do_not_change_each_other(self):
+        engine = make_engine(64)
+        requests = [make_request(range(start, start + 3 + start), 5) for start in range(8)]
+        for request in requests:
+            engine.add_request(request)
+        outputs = run(engine)
+        for request in requests:
+            assert tokens_of(outputs[request.request_id]) == expected_output(request.prompt_token_ids, 5, VOCAB)
+
+    @pytest.mark.parametrize("budget", [1, 3, 4, 5, 64])
+    def test_prompts_are_computed_in_chunks_within_the_budget(self, budget: int):
+        engine = make_engine(max_num_batched_tokens=budget, max_num_seqs=1)
+        complete(engine, range(21), 2)
+        assert max(engine.runner.steps) <= budget
+        assert sum(engine.runner.steps) == 21 + 1
+
+    def test_decodes_share_the_step_with_prefill_chunks(self):
+        engine = make_engine(max_num_batched_tokens=8)
+        engine.add_request(make_request(range(4), 8))
+        engine.step()
+        engine.add_request(make_request(range(100, 120), 1))
+        engine.step()
+        assert engine.runner.steps == [4, 8]
+
+    def test_a_long_prefill_leaves_room_for_others(self):
+        engine = make_engine(64, max_num_batched_tokens=16, long_prefill_token_threshold=4)
+        engine.add_request(make_request(range(40), 1))
+        engine.step()
+        assert engine.runner.steps == [16], "alone, it may use the whole step"
+        engine.add_request(make_request(range(100, 108), 1))
+        engine.step()
+        assert engine.runner.steps == [16, 8]
+
+    def test_no_more_than_max_num_seqs_run(self):
+        engine = make_engine(max_num_seqs=2)
+        for start in range(5):
+            engine.add_request(make_request(range(start, start + 4)))
+        engine.step()
+        assert (engine.stats().num_running, engine.stats().num_waiting) == (2, 3)
+        run(engine)
+
+    def test_identical_prompts_of_one_step_share_blocks(self):
+        engine = make_engine()
+        for _ in range(4):
+            engine.add_request(make_request(range(10), 1))
+        outputs = run(engine)
+        assert [output[0].num_cached_tokens for output in outputs.values()] == [0, 8, 8, 8]
+        assert engine.runner.steps == [10 + 3 * 2]
+
+    def test_without_chunking_a_prompt_is_computed_whole(self):
+        engine = make_engine(enable_chunked_prefill=False, max_num_batched_tokens=16)
+        assert engine.capabilities.max_model_len == 16
+        for start in (0, 100):
+            engine.add_request(make_request(range(start, start + 12), 2))
+        run(engine)
+        assert engine.runner.steps[:2] == [12, 13]
+
+
+class TestPreemption:
+    def test_the_last_admitted_gives_way_and_catches_up(self):
+        engine = make_engine(8)
+        requests = [make_request(range(start, start + 9), 20) for start in (0, 100)]
+        for request in requests:
+            engine.add_request(request)
+        outputs = run(engine)
+        assert engine.stats().preemptions > 0
+        for request in requests:
+            assert tokens_of(outputs[request.request_id]) == expected_output(request.prompt_token_ids, 20, VOCAB)
+            assert {output.num_cached_tokens for output in outputs[request.request_id]} == {0}
+
+    def test_under_the_priority_policy_the_least_urgent_gives_way(self):
+        engine = make_engine(8, scheduling_policy="priority")
+        urgent = make_request(range(9), 20, "urgent", priority=0)
+        patient = make_request(range(100, 109), 20, "patient", priority=5)
+        engine.add_request(patient)
+        outputs = run(engine, after_first_step=[urgent])
+        assert engine.stats().preemptions > 0
+        assert outputs["urgent"][-1].finish_reason and list(outputs) == ["patient", "urgent"]
+        for request in (urgent, patient):
+            assert tokens_of(outputs[request.request_id]) == expected_output(request.prompt_token_ids, 20, VOCAB)
+
+    def test_the_urgent_are_admitted_first(self):
+        engine = make_engine(max_num_seqs=1, scheduling_policy="priority")
+        for priority, name in ((3, "c"), (1, "a"), (2, "b")):
+            engine.add_request(make_request(range(5), 1, name, priority=priority))
+        assert list(run(engine)) == ["a", "b", "c"]
+
+    def test_a_victim_scheduled_in_this_step_is_withdrawn_from_it(self):
+        """The victim fills a block in this very step; nobody may find that block, since it is never computed."""
+        engine = make_engine(6, scheduling_policy="priority")
+        victim = make_request(range(11), 12, "victim", priority=9)
+        engine.add_request(victim)
+        urgent = make_request(range(100, 112), 8, "urgent", priority=0)
+        again = make_request(range(11), 12, "again", priority=9, arrival_time_s=2e12)
+        outputs = run(engine, after_first_step=[urgent, again])
+        assert engine.stats().preemptions > 0
+        for request in (victim, urgent, again):
+            count = request.sampling_params.max_tokens
+            assert tokens_of(outputs[request.request_id]) == expected_output(request.prompt_token_ids, count, VOCAB)
+
+    def test_the_budget_of_a_withdrawn_victim_goes_to_others(self):
+        """A budget of three for three decodes: the victim was counted first, and its token is given back."""
+        engine = make_engine(8, scheduling_policy="priority", max_num_seqs=3, max_num_batched_tokens=3)
+        for name, priority in (("victim", 9), ("urgent", 0), ("other", 1)):
+            engine.add_request(make_request([priority] * 7, 16, name, priority=priority))
+        while not engine.stats().preemptions:
+            engine.step()
+        assert engine.runner.steps[-1] == 2
+        run(engine)
+
+    def test_nobody_is_admitted_beside_a_preemption(self):
+        engine = make_engine(8)
+        for start in (0, 100):
+            engine.add_request(make_request(range(start, start + 9), 20))
+        engine.step()
+        engine.add_request(make_request([5], 1, "late"))
+        while not engine.stats().preemptions:
+            engine.step()
+            if engine.stats().preemptions:
+                assert engine.stats().num_waiting >= 1
+        run(engine)
+
+
+class TestEnding:
+    def test_abort_frees_blocks_at_once_and_says_no_more(self):
+        engine = make_engine(max_num_seqs=1)
+        engine.add_request(make_request(range(10), 50, "running"))
+        engine.add_request(make_request(range(10), 50, "waiting"))
+        engine.step()
+        assert engine.abort_requests(["running", "waiting", "unknown", "running"]) == ["running", "waiting"]
+        assert_idle(engine)
+        assert not engine.step().outputs
+
+    def test_an_aborted_request_leaves_its_computed_blocks_in_the_cache(self):
+        engine = make_engine()
+        engine.add_request(make_request(range(10), 50, "a"))
+        engine.step()
+        engine.abort_requests(["a"])
+        assert complete(engine, range(10), 1)[0].num_cached_tokens == 8
+
+    def test_a_failed_step_ends_its_requests_and_leaves_nothing_in_the_cache(self):
+        engine = make_engine(max_num_seqs=2)
+        for name in ("a", "b", "later"):
+            engine.add_request(make_request(range(10), 3, name))
+        engine.runner.fail_next = True
+        failed = engine.step().outputs
+        assert [(o.request_id, o.finish_reason, o.error.code) for o in failed] == [
+            ("a", "error", "internal"),
+            ("b", "error", "internal"),
+        ]
+        assert "on fire" in failed[0].error.message
+        outputs = run(engine)
+        assert tokens_of(outputs["later"]) == expected_output(range(10), 3, VOCAB)
+        assert outputs["later"][0].num_cached_tokens == 0
+        assert engine.stats().failed_steps == 1
+
+    def test_a_failed_decode_keeps_what_earlier_steps_computed(self):
+        engine = make_engine()
+        engine.add_request(make_request(range(10), 9, "a"))
+        engine.step()
+        engine.runner.fail_next = True
+        assert engine.step().outputs[0].finish_reason == "error"
+        assert_idle(engine)
+        assert complete(engine, range(10), 1)[0].num_cached_tokens == 8
+
+
+class TestCacheControl:
+    def test_reset_refuses_while_requests_run_and_can_preempt_them(self):
+        engine = make_engine()
+        request = make_request(range(10), 6)
+        engine.add_request(request)
+        engine.step()
+        assert not engine.reset_prefix_cache()
+        assert engine.reset_prefix_cache(reset_running_requests=True)
+        assert engine.stats().num_cached_hashes == 0
+        outputs = run(engine)[request.request_id]
+        assert tokens_of(outputs) == expected_output(range(10), 6, VOCAB)[1:]
+        assert engine.reset_prefix_cache()
+        assert complete(engine, range(10), 1)[0].num_cached_tokens == 0
+
+    def test_caching_can_be_switched_off(self):
+        engine = make_engine(enable_prefix_caching=False)
+        for _ in range(2):
+            outputs = complete(engine, range(10))
+            assert tokens_of(outputs) == expected_output(range(10), 4, VOCAB)
+            assert outputs[0].num_cached_tokens == 0
+        stats = engine.stats()
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits, stats.num_cached_hashes) == (0, 0, 0)
+
+    def test_salts_separate(self):
+        engine = make_engine()
+        salted = {"extra_key_spans": (ExtraKeySpan(0, 1, "cache_salt", "tenant"),)}
+        complete(engine, range(10), 1)
+        assert complete(engine, range(10), 1, **salted)[0].num_cached_tokens == 0
+        assert complete(engine, range(10), 1, **salted)[0].num_cached_tokens == 8
+
+    def test_hits_are_counted_in_tokens_once_per_request(self):
+        engine = make_engine(8)
+        requests = [make_request(range(start, start + 9), 20) for start in (0, 100)]
+        for request in requests:
+            engine.add_request(request)
+        run(engine)
+        stats = engine.stats()
+        assert stats.preemptions > 0 and stats.resumed_queries > 0
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (18, 0)
+        assert stats.generated_tokens == 40
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("fields", "param", "numbers"),
+        [
+            ({"prompt": []}, "prompt_token_ids", "at least one token"),
+            ({"prompt": range(64)}, "prompt_token_ids", "64 tokens.*64"),
+            ({"prompt": range(200)}, "prompt_token_ids", "200 tokens.*64.*128"),
+            ({"prompt": [1, VOCAB]}, "prompt_token_ids", "1000 is outside.*999"),
+            ({"prompt": [1, -1]}, "prompt_token_ids", "-1 is outside"),
+            ({"max_tokens": 0}, "max_tokens", "is 0"),
+            ({"max_tokens": -3}, "max_tokens", "is -3"),
+            ({"max_tokens": 65}, "max_tokens", "64, is 65"),
+            ({"sampling": {"top_p": 0.0}}, "top_p", "0.0"),
+            ({"sampling": {"top_p": 1.5}}, "top_p", "1.5"),
+            ({"sampling": {"top_k": -1}}, "top_k", "-1"),
+            ({"sampling": {"seed": 2**63}}, "seed", "64-bit"),
+            ({"extra_key_spans": (ExtraKeySpan(3, 3, "mm", "x"),)}, "extra_key_spans", r"\[3, 3\)"),
+            ({"extra_key_spans": (ExtraKeySpan(-1, 3, "mm", "x"),)}, "extra_key_spans", r"\[-1, 3\)"),
+        ],
+    )
+    def test_an_impossible_request_is_refused_by_field_and_number(self, fields: dict, param: str, numbers: str):
+        engine = make_engine(32, max_model_len=64)
+        with pytest.raises(InvalidRequestError, match=numbers) as refusal:
+            engine.add_request(make_request(**({"prompt": range(10)} | fields)))
+        assert refusal.value.param == param
+        assert_idle(engine)
+
+    @pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")])
+    def test_temperature_is_a_number_from_0_up(self, temperature: float):
+        request = EngineRequest("r", [1], SamplingParams(temperature=temperature))
+        with pytest.raises(InvalidRequestError, match="temperature"):
+            make_engine().add_request(request)
+
+    def test_the_longest_possible_prompt_gets_its_one_token(self):
+        engine = make_engine(32, max_model_len=64)
+        assert len(tokens_of(complete(engine, range(63), 64))) == 1
+
+    def test_a_pool_smaller_than_the_context_limits_requests(self):
+        engine = make_engine(4, max_model_len=64)
+        assert engine.capabilities.max_model_len == 16
+        with pytest.raises(InvalidRequestError, match=r"16 tokens.*16"):
+            engine.add_request(make_request(range(16)))
+        outputs = complete(engine, range(15), 16)
+        assert (len(outputs), outputs[-1].finish_reason) == (1, "length")
+
+    def test_an_id_may_be_used_again_once_it_is_free(self):
+        engine = make_engine()
+        engine.add_request(make_request(range(3), 1, "a"))
+        with pytest.raises(InvalidRequestError, match="'a' belongs to an unfinished request"):
+            engine.add_request(make_request(range(3), 1, "a"))
+        run(engine)
+        assert complete(engine, range(3), 1, request_id="a")
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"max_num_seqs": 0},
+            {"max_num_batched_tokens": 0},
+            {"max_num_seqs": 9, "max_num_batched_tokens": 8},
+            {"max_model_len": 0},
+            {"watermark": 1.0},
+            {"gpu_memory_utilization": 0.0},
+            {"long_prefill_token_threshold": -1},
+            {"long_prefill_token_threshold": 4, "enable_chunked_prefill": False},
+            {"prefix_caching_hash_algo": "md5"},
+        ],
+        ids=str,
+    )
+    def test_impossible_settings_are_named(self, settings: dict):
+        with pytest.raises(InvalidConfigError) as refusal:
+            make_engine(**settings)
+        assert any(name in str(refusal.value) for name in settings)
