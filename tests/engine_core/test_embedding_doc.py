@@ -1,0 +1,36 @@
+"""The loop in docs/embedding.md, run as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+DOC = Path(__file__).parents[2] / "docs" / "embedding.md"
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", DOC.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_loop_runs_and_the_second_chat_finds_the_first_ones_prefix(tmp_path: Path):
+    script = tmp_path / "loop.py"
+    script.write_text(blocks()[0])
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=True)
+    cached = {name: int(count) for name, count in re.findall(r"(chat-\d): .+ \((\d+) prompt tokens", done.stdout)}
+    assert cached["chat-0"] == 0
+    assert cached["chat-1"] >= 16
+
+
+def test_the_loop_is_about_twenty_lines():
+    assert len([line for line in blocks()[0].splitlines() if line.strip()]) <= 21
+
+
+def test_the_extra_key_example_runs():
+    exec(compile(blocks()[1], str(DOC), "exec"), {})
+
+
+def test_building_requests_loads_no_torch():
+    code = "import sys; from engine_core import EngineRequest, EngineConfig; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
