@@ -15,7 +15,7 @@ from .config import EngineConfig
 from .errors import InvalidConfigError, InvalidRequestError
 from .kv_cache import BlockHasher, KVCacheManager
 from .request import Request
-from .runner import Runner
+from .runner import ModelInfo, Runner
 from .scheduler import Scheduler
 from .stats import EngineStats
 
@@ -45,9 +45,7 @@ class EngineCore:
         self.config = config
         self.runner = runner
         info = runner.info
-        max_model_len = min(config.max_model_len or info.max_model_len, info.num_blocks * config.block_size)
-        if not config.enable_chunked_prefill:
-            max_model_len = min(max_model_len, config.max_num_batched_tokens)
+        max_model_len = usable_model_len(config, info)
         self.capabilities = EngineCapabilities(
             model=info.name,
             max_model_len=max_model_len,
@@ -178,6 +176,23 @@ class EngineCore:
     def _hash_blocks(self, request: Request) -> None:
         if self.config.enable_prefix_caching:
             self._hasher.extend(request)
+
+
+def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:
+    """Most tokens of one request: what was asked for or the model's context, as far as pool and step can hold it."""
+    wanted = config.max_model_len or info.max_model_len
+    pool_tokens = info.num_blocks * config.block_size
+    step_tokens = wanted if config.enable_chunked_prefill else config.max_num_batched_tokens
+    usable = min(wanted, pool_tokens, step_tokens)
+    if usable < wanted:
+        logger.warning(
+            "max_model_len_capped wanted=%d usable=%d pool_tokens=%d step_tokens=%d",
+            wanted,
+            usable,
+            pool_tokens,
+            step_tokens,
+        )
+    return usable
 
 
 def check_config(config: EngineConfig) -> None:

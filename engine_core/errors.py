@@ -13,7 +13,3 @@ class InvalidRequestError(ValueError):
 
 class InvalidConfigError(ValueError):
     """The engine cannot be built as configured. The message names the setting and the true numbers."""
-
-
-class UnsupportedModelError(ValueError):
-    """The model cannot be served right, and why."""
