@@ -1,0 +1,135 @@
+"""The attention function transformers calls in every decoder layer, and what it calls in turn.
+
+It is registered once under the name "foreword". What a step attends to travels as the keyword argument `layer_kv`
+of the model's forward; no mask function is registered, so transformers builds no masks for us.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_attention import paged_attention, write_kv
+
+from .support import LayerShape, UnsupportedModelError
+
+ATTENTION_NAME = "foreword"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How a layer attends; the meanings are those of `kernels.paged_attention.paged_attention`."""
+
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class LayerKV(Protocol):
+    """What answers a layer's attention: the paged cache, or a probe."""
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """`[num_tokens, heads, head_dim]` each; returns `[num_tokens, num_heads, value_head_dim]`."""
+        ...
+
+
+@dataclass(slots=True)
+class PagedKV:
+    """The KV pool as one step sees it. Caches by `layer_idx`: `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+
+    key_caches: dict[int, torch.Tensor]
+    value_caches: dict[int, torch.Tensor]
+    metadata: AttentionMetadata
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        key_cache, value_cache = self.key_caches[layer_idx], self.value_caches[layer_idx]
+        write_kv(key, value, key_cache, value_cache, self.metadata.slot_mapping)
+        return paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            self.metadata,
+            scaling=options.scaling,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+
+
+@dataclass(slots=True)
+class ShapeProbe:
+    """Finds out what each layer stores, whatever the architecture calls it, by watching one forward."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        if layer_idx in self.shapes:
+            raise UnsupportedModelError(
+                f"two attention layers share the number {layer_idx}: one KV cache cannot serve both"
+            )
+        if len(key) != len(query):
+            raise UnsupportedModelError(f"layer {layer_idx} attends to {len(key)} keys for {len(query)} tokens")
+        self.shapes[layer_idx] = LayerShape(key.shape[1], key.shape[2], value.shape[2], options.sliding_window)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    layer_kv: LayerKV | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls: `[1, heads, num_tokens, head_dim]` in, `[1, num_tokens, heads, head_dim]` out."""
+    if layer_kv is None:
+        raise UnsupportedModelError(f"{type(module).__name__} does not pass keyword arguments through to its attention")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{type(module).__name__} is not causal: no prefix of it can be reused")
+    output = layer_kv.attend(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        AttentionOptions(
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        ),
+    )
+    return output[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)

@@ -1,0 +1,34 @@
+"""What a KV block's content depends on besides tokens: the cache namespace, root of every hash chain."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# Raise it when the same K/V are laid out differently in a block.
+LAYOUT_VERSION = 1
+
+
+def model_fingerprint(path: Path) -> str:
+    """SHA-256 (hex) over the bytes of `config.json` and of all weight files. The directory's own name is not in it."""
+    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
+        digests = list(pool.map(_file_digest, files))
+    total = hashlib.sha256()
+    for file, digest in zip(files, digests, strict=True):
+        total.update(f"{len(file.name)}:{file.name}".encode())
+        total.update(digest)
+    return total.hexdigest()
+
+
+def cache_namespace(fingerprint: str, kv_dtype: str, block_size: int) -> str:
+    """Hex; equal exactly where KV blocks mean the same: weights, KV dtype, block size and layout."""
+    parts = json.dumps([fingerprint, kv_dtype, block_size, LAYOUT_VERSION])
+    return hashlib.sha256(parts.encode()).hexdigest()
+
+
+def _file_digest(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()

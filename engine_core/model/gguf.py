@@ -1,0 +1,177 @@
+"""Unpack a GGUF file once into a transformers directory: bfloat16 safetensors, tokenizer, chat template.
+
+The reading is transformers' own. What it loses is put back here: how some vocabularies split text before
+merging (`tokenizer.ggml.pre`), and the further tokens that end a turn. No torch is loaded unless a
+conversion is due.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Part of the cache key: raise it when the same file should come out differently.
+CONVERSION_VERSION = 1
+
+# Names that `tokenizer.ggml.pre` has for the two splits that a plain byte-level tokenizer can mean.
+_DIGIT_SPLITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+_PLAIN_SPLITS = frozenset({"gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais", "trillion"})
+
+
+class GgufConversionError(Exception):
+    """The file cannot be turned into a transformers directory; the message says why."""
+
+
+def converted_gguf(weights: Path, models_dir: Path) -> Path:
+    """The transformers directory made from `weights`: `models_dir/<stem>-<digest>`, made now if it is not there.
+
+    The digest covers the file's bytes. The directory appears complete or not at all, and is made once however
+    many processes ask for it at the same time.
+
+    Raises:
+        GgufConversionError: not a GGUF file, or of an architecture transformers cannot read from one.
+    """
+    target = models_dir / f"{weights.stem}-{_digest(weights)}"
+    if target.is_dir():
+        return target
+    models_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(models_dir / f"{target.name}.lock"):
+        if target.is_dir():
+            return target
+        # Nobody else is converting, so whatever lies here belongs to a process that was killed.
+        for leftover in models_dir.glob(f".{target.name}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=models_dir))
+        try:
+            _convert(weights, scratch)
+            scratch.chmod(0o755)
+            scratch.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    logger.info("gguf_converted file=%s directory=%s", weights, target)
+    return target
+
+
+def _digest(weights: Path) -> str:
+    with weights.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(b"foreword-gguf-%d" % CONVERSION_VERSION)
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(lock_path: Path) -> Iterator[None]:
+    """Hold `lock_path` exclusively. The file stays: removing it would let two processes lock different inodes."""
+    descriptor = os.open(lock_path, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _convert(weights: Path, directory: Path) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # The stream is fixed here because `_quiet` replaces `sys.stderr`.
+    with Progress(*columns, console=Console(file=sys.stderr), redirect_stderr=False) as progress:
+        task = progress.add_task(f"Preparing {weights.name} (once): tokenizer", total=3)
+        import torch
+        import transformers
+
+        source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
+        try:
+            with _quiet(transformers):
+                tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+                progress.update(task, advance=1, description=f"Preparing {weights.name} (once): reading weights")
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    **source, quantization_config=transformers.GgufConfig(dequantize=True), dtype=torch.bfloat16
+                )
+        # transformers and gguf raise all sorts of errors for a file they cannot read.
+        except Exception as error:
+            raise GgufConversionError(f"transformers cannot read it: {type(error).__name__}: {error}") from error
+
+        progress.update(task, advance=1, description=f"Preparing {weights.name} (once): writing")
+        metadata = _read_metadata(weights)
+        _restore_pre_tokenizer(tokenizer, metadata)
+        tokenizer.model_max_length = model.config.max_position_embeddings
+        model.generation_config = transformers.GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=_end_of_turn_ids(metadata),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        with _quiet(transformers):
+            model.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+        for file in directory.iterdir():
+            file.chmod(0o644)
+        progress.update(task, advance=1, description=f"Prepared {weights.name}")
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """One progress bar is enough: silence those of transformers, also the one that ignores its own switch."""
+    settings = transformers.utils.logging
+    bars_were_enabled = settings.is_progress_bar_enabled()
+    settings.disable_progress_bar()
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        if bars_were_enabled:
+            settings.enable_progress_bar()
+
+
+def _read_metadata(weights: Path) -> dict[str, Any]:
+    """The tokenizer's scalar fields, by their name after `tokenizer.ggml.`."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(str(weights)).fields
+    prefix = "tokenizer.ggml."
+    wanted = {"pre", "eos_token_id", "eot_token_id", "eom_token_id"}
+    return {name: fields[prefix + name].contents() for name in wanted if prefix + name in fields}
+
+
+def _restore_pre_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
+    """Split text as the vocabulary was trained on it, where the conversion fell back to the plain byte-level split."""
+    from tokenizers import pre_tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    name = metadata.get("pre")
+    if name is None or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        return
+    if name in _DIGIT_SPLITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    elif name not in _PLAIN_SPLITS:
+        logger.warning("gguf_pre_tokenizer_unknown name=%s effect=token boundaries may differ from training", name)
+
+
+def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int]:
+    """Every token after which a chat model has said its piece, the end of the sequence first."""
+    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    return list(dict.fromkeys(int(metadata[name]) for name in names if name in metadata))

@@ -1,0 +1,118 @@
+"""`ModelRunner`: a model, its KV pool and a sampler behind `engine_core.runner.Runner`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_core.config import EngineConfig
+from engine_core.runner import ModelInfo, ScheduledRequest
+
+from .attention import PagedKV
+from .fingerprint import cache_namespace, model_fingerprint
+from .input_batch import build_input_batch
+from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, probe_layers
+from .memory import choose_num_blocks
+from .sampler import sample
+from .support import LayerShape, usable_model_len
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Loads `config.model`, allocates the whole KV pool once and computes steps. One thread at a time.
+
+    `num_threads` and, for float32, the highest matmul precision are set for the whole process: torch has no other way.
+
+    Raises:
+        InvalidConfigError: a setting and the model or the machine do not fit; the message has the numbers.
+        UnsupportedModelError: the model cannot be served correctly (a kind of InvalidConfigError).
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        started_s = time.monotonic()
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self._device = choose_device(config.device)
+        self._dtype = choose_dtype(config.dtype, self._device)
+        if self._dtype == torch.float32:
+            torch.set_float32_matmul_precision("highest")
+        self._block_size = config.block_size
+
+        path = Path(config.model)
+        model_config = load_config(path)
+        max_model_len = usable_model_len(model_config, config.max_model_len)
+        self._model = load_model(path, model_config, self._dtype, self._device)
+        shapes = probe_layers(self._model, model_config)
+        num_blocks = choose_num_blocks(
+            config,
+            block_bytes=sum(s.values_per_token for s in shapes.values()) * self._dtype.itemsize * config.block_size,
+            max_model_len=max_model_len,
+            device=self._device,
+            activation_bytes=self._measure_activations(model_config, min(config.max_num_batched_tokens, max_model_len)),
+        )
+        self._key_caches = {index: self._allocate(num_blocks, s, s.key_head_dim) for index, s in shapes.items()}
+        self._value_caches = {index: self._allocate(num_blocks, s, s.value_head_dim) for index, s in shapes.items()}
+        dtype_name = str(self._dtype).removeprefix("torch.")
+        self.info = ModelInfo(
+            name=path.resolve().name,
+            vocab_size=_vocab_size(self._model, model_config),
+            max_model_len=max_model_len,
+            eos_token_ids=end_of_sequence_ids(self._model, model_config),
+            num_blocks=num_blocks,
+            cache_namespace=cache_namespace(model_fingerprint(path), dtype_name, config.block_size),
+        )
+        logger.info(
+            "model_loaded name=%s dtype=%s device=%s layers=%d blocks=%d kv_pool_bytes=%d load_s=%.1f",
+            self.info.name,
+            dtype_name,
+            self._device,
+            len(shapes),
+            num_blocks,
+            sum(cache.nbytes for caches in (self._key_caches, self._value_caches) for cache in caches.values()),
+            time.monotonic() - started_s,
+        )
+
+    @torch.inference_mode()
+    def execute(self, batch: Sequence[ScheduledRequest]) -> list[int | None]:
+        """As `engine_core.runner.Runner.execute`."""
+        inputs = build_input_batch(batch, block_size=self._block_size, dtype=self._dtype, device=self._device)
+        tokens: list[int | None] = [None] * len(batch)
+        logits = self._model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            logits_to_keep=inputs.logits_indices,
+            layer_kv=PagedKV(self._key_caches, self._value_caches, inputs.metadata),
+        ).logits[0]
+        if inputs.sampling:
+            sampled = sample(logits, [batch[index].request for index in inputs.sampling])
+            for index, token in zip(inputs.sampling, sampled, strict=True):
+                tokens[index] = token
+        return tokens
+
+    def _allocate(self, num_blocks: int, shape: LayerShape, head_dim: int) -> torch.Tensor:
+        size = (num_blocks, self._block_size, shape.num_kv_heads, head_dim)
+        return torch.zeros(size, dtype=self._dtype, device=self._device)
+
+    def _measure_activations(self, model_config: Any, num_tokens: int) -> int:
+        """Bytes a full step needs beyond the weights. On a CPU nothing is reserved for it."""
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before_bytes = torch.cuda.memory_allocated(self._device)
+        probe_layers(self._model, model_config, num_tokens)
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) - before_bytes
+        torch.cuda.empty_cache()
+        return peak_bytes
+
+
+def _vocab_size(model: Any, model_config: Any) -> int:
+    """Ids that have an embedding and are meant to."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    return min(rows, model_config.get_text_config(decoder=True).vocab_size)

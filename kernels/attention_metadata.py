@@ -1,0 +1,134 @@
+"""Which tokens of a step attend to which cache slots, worked out once per step and used by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+# A longer chunk is cut into tiles, so that earlier ones need not look at keys only later ones see.
+_MAX_TILE_QUERIES = 512
+# Decodes share a tile as long as padding to the longest costs no more than this.
+_MAX_PADDING_SHARE = 0.2
+_FREE_PADDING_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """`num_requests` requests with `num_queries` tokens each, and everything these tokens may attend to.
+
+    Either `num_requests` or `num_queries` is 1. `rows` are the tokens' places in the flattened batch. `key_slots`
+    `[num_requests * num_keys]` are cache slots, a shorter request padded with its own first one (its content is
+    finite, whatever lies elsewhere in the pool). `mask` is added to the scores: `[num_requests, 1, 1, num_keys]`
+    or `[num_queries, num_keys]`; None where nothing is masked, or just what `is_causal` says.
+    """
+
+    rows: slice | torch.Tensor
+    num_requests: int
+    num_queries: int
+    num_keys: int
+    key_slots: torch.Tensor
+    mask: torch.Tensor | None
+    is_causal: bool
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One step's flattened batch of requests, each with its last `query_len` tokens.
+
+    Args:
+        query_start_loc: `[num_requests + 1]`, where each request's tokens start in the batch.
+        seq_lens: `[num_requests]`, tokens of each request up to and including this step's.
+        block_tables: `[num_requests, max_blocks]`, rows filled up with anything.
+        slot_mapping: `[num_tokens]` int64 on the model's device: where each token's K/V goes; −1 is nowhere.
+        block_size: tokens per block.
+        dtype: of the queries.
+    """
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+    slot_mapping: torch.Tensor
+    block_size: int
+    dtype: torch.dtype
+    _tiles: dict[int | None, list[AttentionTile]] = field(default_factory=dict, repr=False)
+
+    def tiles(self, sliding_window: int | None) -> list[AttentionTile]:
+        """Tiles that cover the batch for layers that see `sliding_window` tokens back, the token itself included."""
+        if sliding_window not in self._tiles:
+            self._tiles[sliding_window] = [*self._prefill_tiles(sliding_window), *self._decode_tiles(sliding_window)]
+        return self._tiles[sliding_window]
+
+    def _prefill_tiles(self, window: int | None) -> Iterator[AttentionTile]:
+        query_lens = np.diff(self.query_start_loc)
+        for request in np.flatnonzero(query_lens > 1).tolist():
+            row, end_row = int(self.query_start_loc[request]), int(self.query_start_loc[request + 1])
+            position = int(self.seq_lens[request]) - (end_row - row)
+            while row < end_row:
+                num_queries = min(_MAX_TILE_QUERIES, end_row - row)
+                yield self._prefill_tile(request, row, position, num_queries, window)
+                row += num_queries
+                position += num_queries
+
+    def _prefill_tile(self, request: int, row: int, start: int, num_queries: int, window: int | None) -> AttentionTile:
+        end = start + num_queries
+        first_key = 0 if window is None else max(0, start - window + 1)
+        keys = np.arange(first_key, end)
+        is_causal = start == 0 and (window is None or end <= window)
+        mask = None
+        if not is_causal:
+            distance = np.arange(start, end)[:, None] - keys[None, :]
+            mask = self._additive((distance >= 0) if window is None else (distance >= 0) & (distance < window))
+        return AttentionTile(
+            rows=slice(row, row + num_queries),
+            num_requests=1,
+            num_queries=num_queries,
+            num_keys=len(keys),
+            key_slots=self._to_device(self._slots(np.array([request]), keys[None, :])),
+            mask=mask,
+            is_causal=is_causal,
+        )
+
+    def _decode_tiles(self, window: int | None) -> Iterator[AttentionTile]:
+        requests = np.flatnonzero(np.diff(self.query_start_loc) == 1)
+        num_keys = self.seq_lens[requests] if window is None else np.minimum(self.seq_lens[requests], window)
+        order = np.argsort(-num_keys, kind="stable")
+        requests, num_keys = requests[order], num_keys[order]
+        begin = 0
+        while begin < len(requests):
+            longest = int(num_keys[begin])
+            shortest = min(longest * (1 - _MAX_PADDING_SHARE), longest - _FREE_PADDING_TOKENS)
+            end = begin + int(np.count_nonzero(num_keys[begin:] >= shortest))
+            yield self._decode_tile(requests[begin:end], num_keys[begin:end])
+            begin = end
+
+    def _decode_tile(self, requests: np.ndarray, num_keys: np.ndarray) -> AttentionTile:
+        longest = int(num_keys[0])
+        first_keys = self.seq_lens[requests] - num_keys
+        offsets = np.arange(longest)[None, :]
+        is_key = offsets < num_keys[:, None]
+        keys = first_keys[:, None] + np.where(is_key, offsets, 0)
+        return AttentionTile(
+            rows=self._to_device(self.query_start_loc[requests]),
+            num_requests=len(requests),
+            num_queries=1,
+            num_keys=longest,
+            key_slots=self._to_device(self._slots(requests, keys)),
+            mask=None if is_key.all() else self._additive(is_key[:, None, None, :]),
+            is_causal=False,
+        )
+
+    def _slots(self, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Cache slots of `positions` `[len(requests), num_keys]`, flattened."""
+        blocks = self.block_tables[requests[:, None], positions // self.block_size]
+        return (blocks * self.block_size + positions % self.block_size).reshape(-1)
+
+    def _additive(self, allowed: np.ndarray) -> torch.Tensor:
+        mask = torch.zeros(allowed.shape, dtype=self.dtype)
+        mask.masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+        return mask.to(self.slot_mapping.device)
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self.slot_mapping.device)

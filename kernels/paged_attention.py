@@ -1,0 +1,119 @@
+"""Attention that reads and writes K/V through block tables: prefill chunks and decodes in one flattened batch.
+
+Plain torch, the same on CPU and CUDA. A layer's cache is `[num_blocks, block_size, num_kv_heads, head_dim]`, keys and
+values apart. The idea of the block table is vLLM's (Kwon et al., "Efficient Memory Management for Large Language
+Model Serving with PagedAttention", 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .attention_metadata import AttentionMetadata, AttentionTile
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store `key` and `value` `[num_tokens, num_kv_heads, head_dim]` in the slots `[num_tokens]`; −1 stores nothing."""
+    stored = slot_mapping >= 0
+    if not stored.all():
+        # As an index, −1 would be the last slot of the pool.
+        key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
+    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of each token over its own request's cached tokens, those of this step included.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`; `num_heads` is a multiple of the cache's `num_kv_heads`.
+        sliding_window: how many tokens are seen, the token itself included; None is all.
+        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
+        sinks: `[num_heads]` logits that take part in the softmax and contribute nothing (GPT-OSS).
+
+    Returns `[num_tokens, num_heads, value_head_dim]`. No slot outside the requests' own tokens influences it.
+    """
+    flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+    for tile in metadata.tiles(sliding_window):
+        # [num_requests, num_kv_heads, num_keys, head_dim]
+        keys = _gather(flat_keys, tile)
+        values = _gather(flat_values, tile)
+        if softcap is None and sinks is None:
+            output[tile.rows] = _fused(query[tile.rows], keys, values, tile, scaling)
+        else:
+            output[tile.rows] = _explicit(query[tile.rows], keys, values, tile, scaling, softcap, sinks)
+    return output
+
+
+def _gather(flat_cache: torch.Tensor, tile: AttentionTile) -> torch.Tensor:
+    gathered = flat_cache.index_select(0, tile.key_slots)
+    return gathered.view(tile.num_requests, tile.num_keys, *flat_cache.shape[1:]).transpose(1, 2)
+
+
+def _fused(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: AttentionTile, scaling: float
+) -> torch.Tensor:
+    num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+    if tile.num_queries == 1:
+        # The heads that share a KV head stand in for several queries: nothing is expanded.
+        grouped = query.view(tile.num_requests, num_kv_heads, num_heads // num_kv_heads, -1)
+        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=tile.mask, scale=scaling)
+        return output.reshape(tile.num_requests, num_heads, -1)
+    output = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=tile.mask,
+        is_causal=tile.is_causal,
+        scale=scaling,
+        enable_gqa=num_heads != num_kv_heads,
+    )
+    return output[0].transpose(0, 1)
+
+
+def _explicit(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tile: AttentionTile,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+    group_size = num_heads // num_kv_heads
+    # [num_requests, num_kv_heads, group_size, num_queries, head_dim]; one of num_requests, num_queries is 1
+    grouped = query.view(tile.num_requests, tile.num_queries, num_kv_heads, group_size, -1).permute(0, 2, 3, 1, 4)
+    scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if tile.mask is not None:
+        scores += tile.mask.float() if tile.num_queries > 1 else tile.mask.float().unsqueeze(2)
+    elif tile.is_causal:
+        future = torch.ones(tile.num_queries, tile.num_keys, dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(future, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(1, num_kv_heads, group_size, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    output = weights.to(values.dtype) @ values.unsqueeze(2)
+    return output.permute(0, 3, 1, 2, 4).reshape(len(query), num_heads, -1)

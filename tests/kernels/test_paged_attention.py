@@ -1,0 +1,224 @@
+"""`paged_attention` and `write_kv` against a float64 reference, over every kind of batch the scheduler makes."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_attention import paged_attention, write_kv
+
+from .reference import reference_attention
+
+BLOCK_SIZE = 16
+HEAD_DIM = 32
+
+# (query_len, seq_len) of each request
+BATCHES = {
+    "one token": [(1, 1)],
+    "whole prompts": [(15, 15), (16, 16), (17, 17), (32, 32)],
+    "decodes of equal length": [(1, 40), (1, 40), (1, 40)],
+    "decodes of any length": [(1, 1), (1, 17), (1, 200), (1, 33), (1, 150), (1, 16)],
+    "chunks behind a prefix": [(16, 32), (15, 31), (1, 16), (7, 64)],
+    "everything at once": [(1, 90), (20, 20), (5, 37), (1, 3), (33, 97)],
+}
+HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (4, 1)}
+VARIANTS = {
+    "plain": {},
+    "window 1": {"sliding_window": 1},
+    "window 24": {"sliding_window": 24},
+    "window 4096": {"sliding_window": 4096},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": True},
+    "softcap, window and sinks": {"softcap": 3.0, "sliding_window": 24, "sinks": True},
+}
+
+
+@dataclass
+class Case:
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: list[list[int]]
+    query_lens: list[int]
+    seq_lens: list[int]
+    metadata: AttentionMetadata
+
+
+def make_case(batch: list[tuple[int, int]], num_heads: int, num_kv_heads: int, dtype: torch.dtype, seed: int) -> Case:
+    """Requests in scattered blocks of a pool that holds NaN wherever none of them has a token.
+
+    The prefix is in the cache already; this step's keys and values are not.
+    """
+    shuffle, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    query_lens = [query_len for query_len, _ in batch]
+    seq_lens = [seq_len for _, seq_len in batch]
+    needed = [math.ceil(seq_len / BLOCK_SIZE) for seq_len in seq_lens]
+    num_blocks = sum(needed) + 3
+    free = list(range(num_blocks - 1))  # the last block, slot −1, belongs to nobody
+    shuffle.shuffle(free)
+    block_tables = [[free.pop() for _ in range(count)] for count in needed]
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    cache_shape = (num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
+    key_cache = torch.full(cache_shape, float("nan"), dtype=dtype)
+    value_cache = torch.full(cache_shape, float("nan"), dtype=dtype)
+    slots: list[int] = []
+    for table, query_len, seq_len in zip(block_tables, query_lens, seq_lens, strict=True):
+        for position in range(seq_len):
+            block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            if position < seq_len - query_len:
+                key_cache[block, offset] = noise(num_kv_heads, HEAD_DIM)
+                value_cache[block, offset] = noise(num_kv_heads, HEAD_DIM)
+            else:
+                slots.append(block * BLOCK_SIZE + offset)
+
+    padded_tables = np.zeros((len(batch), max(needed)), dtype=np.int64)
+    for row, table in zip(padded_tables, block_tables, strict=True):
+        row[: len(table)] = table
+    metadata = AttentionMetadata(
+        query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]),
+        seq_lens=np.array(seq_lens),
+        block_tables=padded_tables,
+        slot_mapping=torch.tensor(slots),
+        block_size=BLOCK_SIZE,
+        dtype=dtype,
+    )
+    num_tokens = sum(query_lens)
+    return Case(
+        query=noise(num_tokens, num_heads, HEAD_DIM),
+        key=noise(num_tokens, num_kv_heads, HEAD_DIM),
+        value=noise(num_tokens, num_kv_heads, HEAD_DIM),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        metadata=metadata,
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_equals_the_reference(batch: str, heads: str, variant: str) -> None:
+    check(BATCHES[batch], *HEADS[heads], torch.float32, variant, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_chunk_of_several_tiles_equals_the_reference(variant: str) -> None:
+    check([(530, 600), (1, 12)], *HEADS["MQA"], torch.float32, variant, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_the_reference_in_bfloat16(variant: str) -> None:
+    check(BATCHES["everything at once"], *HEADS["GQA"], torch.bfloat16, variant, tolerance=3e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_the_reference_for_random_batches(variant: str, seed: int) -> None:
+    draw = random.Random(seed)
+    batch = []
+    for _ in range(draw.randint(1, 8)):
+        seq_len = draw.randint(1, 150)
+        batch.append((draw.choice([1, 1, draw.randint(1, seq_len)]), seq_len))
+    check(batch, *draw.choice(list(HEADS.values())), torch.float32, variant, tolerance=2e-5, seed=seed)
+
+
+def check(
+    batch: list[tuple[int, int]],
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    variant: str,
+    *,
+    tolerance: float,
+    seed: int = 0,
+) -> None:
+    case = make_case(batch, num_heads, num_kv_heads, dtype, seed)
+    options = dict(VARIANTS[variant])
+    if options.pop("sinks", False):
+        options["sinks"] = torch.linspace(-1.0, 2.0, num_heads)
+    scaling = HEAD_DIM**-0.5
+
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slot_mapping)
+    actual = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=scaling, **options)
+    expected = reference_attention(
+        case.query,
+        case.key_cache,
+        case.value_cache,
+        case.block_tables,
+        case.query_lens,
+        case.seq_lens,
+        scaling=scaling,
+        **options,
+    )
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_slot_minus_one_writes_nothing() -> None:
+    key_cache, value_cache = torch.full((2, 4, 4, 1, 8), 7.0)
+    key = torch.arange(3.0)[:, None, None].expand(3, 1, 8)
+    write_kv(key, key + 10, key_cache, value_cache, torch.tensor([5, -1, 2]))
+
+    written = {5: 0.0, 2: 2.0}
+    for slot in range(16):
+        assert key_cache.flatten(0, 1)[slot].unique().tolist() == [written.get(slot, 7.0)]
+        assert value_cache.flatten(0, 1)[slot].unique().tolist() == [written[slot] + 10 if slot in written else 7.0]
+
+
+def test_a_step_that_writes_nothing_at_all() -> None:
+    key_cache, value_cache = torch.full((2, 4, 4, 1, 8), 7.0)
+    write_kv(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), key_cache, value_cache, torch.tensor([-1]))
+    assert key_cache.unique().tolist() == [7.0] and value_cache.unique().tolist() == [7.0]
+
+
+def test_a_whole_prompt_hit_reads_the_cached_last_token() -> None:
+    """The one token of such a step goes to slot −1: what is read must be what the cache held, not the new K/V."""
+    case = make_case([(1, 32)], 4, 2, torch.float32, seed=3)
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slot_mapping)
+    cached = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=0.2)
+
+    write_kv(case.key + 1, case.value + 1, case.key_cache, case.value_cache, torch.tensor([-1]))
+    again = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=0.2)
+    assert torch.equal(cached, again)
+    assert case.key_cache[-1].isnan().all()
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    case = make_case([(3, 20), (1, 9)], 4, 2, torch.float32, seed=4)
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slot_mapping)
+    wide = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=0.2)
+    narrow = paged_attention(
+        case.query, case.key_cache, case.value_cache[..., :16].contiguous(), case.metadata, scaling=0.2
+    )
+    torch.testing.assert_close(narrow, wide[..., :16])
+
+
+def test_indices_are_worked_out_once_per_window() -> None:
+    metadata = make_case(BATCHES["everything at once"], 4, 2, torch.float32, seed=0).metadata
+    assert metadata.tiles(None) is metadata.tiles(None)
+    assert metadata.tiles(24) is metadata.tiles(24)
+    assert metadata.tiles(None) is not metadata.tiles(24)
+
+
+def test_a_window_reads_no_keys_it_cannot_see() -> None:
+    metadata = make_case([(1, 200), (10, 200)], 4, 2, torch.float32, seed=0).metadata
+    assert sorted(tile.num_keys for tile in metadata.tiles(24)) == [24, 33]
+
+
+def test_decodes_share_a_tile_unless_padding_is_dear() -> None:
+    metadata = make_case([(1, 300), (1, 290), (1, 20), (1, 30)], 4, 2, torch.float32, seed=0).metadata
+    assert [(tile.num_requests, tile.num_keys) for tile in metadata.tiles(None)] == [(2, 300), (2, 30)]

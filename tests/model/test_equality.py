@@ -1,0 +1,140 @@
+"""Greedy outputs are the reference's: cold, cached, partly cached, chunked, preempted, and among strangers.
+
+Every test ends with one cached block spoiled, and then must see it: a comparison that cannot fail proves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine_core import EngineCore
+from tests.tiny_models import TINY_ARCHITECTURES
+
+from .equality import (
+    MIN_DISTINCT_TOKENS,
+    NotEqualError,
+    Reference,
+    check_equal,
+    corrupt_last_cached_block,
+    generate_reference,
+    load_reference_model,
+    make_engine,
+    poison_unowned_slots,
+    run_prompts,
+)
+
+DATA = Path(__file__).parent.parent / "data" / "model"
+BLOCK_SIZE = 16
+CHUNK_SIZES = (1, 15, 16, 17, 64)
+NUM_CONCURRENT = 8
+
+GetReferences = Callable[[str], list[Reference]]
+GetDirectory = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def references(model_directory: GetDirectory) -> GetReferences:
+    """References for `NUM_CONCURRENT` requests: the chosen prompts, the first ones once more."""
+    made: dict[str, list[Reference]] = {}
+
+    def get(name: str) -> list[Reference]:
+        if name not in made:
+            prompts = json.loads((DATA / f"{name}.json").read_text())["prompts"]
+            model = load_reference_model(model_directory(name))
+            chosen = [generate_reference(model, prompt) for prompt in prompts]
+            assert all(len(set(reference.output_token_ids)) >= MIN_DISTINCT_TOKENS for reference in chosen)
+            made[name] = (chosen + chosen)[:NUM_CONCURRENT]
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_chunked_and_cached(
+    name: str, chunk_size: int, model_directory: GetDirectory, references: GetReferences
+) -> None:
+    check_chunked_and_cached(model_directory(name), references(name), chunk_size)
+
+
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_preempted(name: str, model_directory: GetDirectory, references: GetReferences) -> None:
+    check_preempted(model_directory(name), references(name))
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_smollm2_chunked_and_cached(chunk_size: int, model_directory: GetDirectory, references: GetReferences) -> None:
+    check_chunked_and_cached(model_directory("smollm2"), references("smollm2"), chunk_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [1, 15, 17])
+def test_smollm2_in_other_chunks(chunk_size: int, model_directory: GetDirectory, references: GetReferences) -> None:
+    check_chunked_and_cached(model_directory("smollm2"), references("smollm2"), chunk_size)
+
+
+def test_smollm2_preempted(model_directory: GetDirectory, references: GetReferences) -> None:
+    check_preempted(model_directory("smollm2"), references("smollm2"))
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_other_block_sizes(block_size: int, model_directory: GetDirectory, references: GetReferences) -> None:
+    engine = make_engine(model_directory("llama"), block_size=block_size, num_blocks=1024)
+    for _ in range(2):
+        check_equal(references("llama"), run_prompts(engine, [r.prompt_token_ids for r in references("llama")]))
+    check_sees_corruption(engine, references("llama"))
+
+
+def check_chunked_and_cached(directory: Path, references: list[Reference], chunk_size: int) -> None:
+    """The step's whole budget is `chunk_size`; all requests are there at once, and run at once where it allows."""
+    prompts = [reference.prompt_token_ids for reference in references]
+    engine = make_engine(directory, max_num_batched_tokens=chunk_size, max_num_seqs=min(NUM_CONCURRENT, chunk_size))
+    poison_unowned_slots(engine)
+
+    check_equal(references, run_prompts(engine, prompts))
+
+    cached = run_prompts(engine, prompts)
+    check_equal(references, cached)
+    assert [run.num_cached_tokens for run in cached] == [expected_hit(len(prompt)) for prompt in prompts]
+    assert slot_minus_one_is_untouched(engine)
+
+    check_sees_corruption(engine, references)
+
+
+def check_preempted(directory: Path, references: list[Reference]) -> None:
+    """All requests fit together at first and no longer when they have grown."""
+    prompts = [reference.prompt_token_ids for reference in references]
+    engine = make_engine(
+        directory, num_blocks=14, max_num_batched_tokens=64, max_num_seqs=NUM_CONCURRENT, reserve_full_sequence=False
+    )
+    poison_unowned_slots(engine)
+
+    for _ in range(2):
+        before = engine.stats().preemptions
+        check_equal(references, run_prompts(engine, prompts))
+        assert engine.stats().preemptions > before
+
+    check_sees_corruption(engine, references)
+
+
+def check_sees_corruption(engine: EngineCore, references: list[Reference]) -> None:
+    reference = max(references, key=lambda reference: len(reference.prompt_token_ids))
+    check_equal([reference], run_prompts(engine, [reference.prompt_token_ids]))
+    corrupt_last_cached_block(engine, reference.prompt_token_ids)
+    with pytest.raises(NotEqualError):
+        check_equal([reference], run_prompts(engine, [reference.prompt_token_ids]))
+
+
+def expected_hit(num_prompt_tokens: int) -> int:
+    """All full blocks; but at least one token is computed."""
+    return min(num_prompt_tokens // BLOCK_SIZE * BLOCK_SIZE, num_prompt_tokens - 1)
+
+
+def slot_minus_one_is_untouched(engine: EngineCore) -> bool:
+    runner = engine.runner
+    caches = [*runner._key_caches.values(), *runner._value_caches.values()]  # type: ignore[attr-defined]
+    return all(bool(cache[-1].isnan().all()) for cache in caches)

@@ -1,0 +1,152 @@
+"""What comes out of a GGUF file is the model that went in: weights, tokenizer, chat template, and when to stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+import transformers
+
+from engine_core.model import gguf
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> transformers.PreTrainedTokenizerFast:
+    return transformers.AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
+
+
+@pytest.mark.parametrize(("text", "token_id"), [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)])
+def test_special_tokens_are_single_ids(
+    tokenizer: transformers.PreTrainedTokenizerFast, text: str, token_id: int
+) -> None:
+    assert tokenizer(text).input_ids == [token_id]
+    assert tokenizer(f"a{text}b").input_ids[1] == token_id
+    assert tokenizer.decode([token_id], skip_special_tokens=True) == ""
+
+
+def test_numbers_are_split_into_digits(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    assert [tokenizer.decode(token) for token in tokenizer("12345").input_ids] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [("\n\n12", ["\n\n", "1", "2"]), ("a  7", ["a", "  ", "7"]), ("in 2024,", ["in", " ", "2", "0", "2", "4", ","])],
+)
+def test_digits_are_split_off_before_whitespace_is(
+    tokenizer: transformers.PreTrainedTokenizerFast, text: str, pieces: list[str]
+) -> None:
+    """Where the plain byte-level split, which the reader falls back to, gives other tokens."""
+    assert [tokenizer.decode(token) for token in tokenizer(text).input_ids] == pieces
+
+
+def test_text_survives_the_round_trip(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    text = "Zwölf Boxkämpfer 👩‍👩‍👧 jagen 12 Viktor; 日本語\n\n\tdef f(x): return x**2\r\n  ½"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_no_token_is_added_around_a_text(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    assert tokenizer("").input_ids == []
+    assert tokenizer.decode(tokenizer("Hello").input_ids) == "Hello"
+
+
+def test_the_chat_template_renders_turns(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    default = tokenizer.apply_chat_template(messages[1:], tokenize=False)
+    assert default.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+
+
+def test_a_turn_ends_the_generation(smollm2: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    generation_config = json.loads((smollm2 / "generation_config.json").read_text())
+    assert generation_config["eos_token_id"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.model_max_length == 8192
+
+
+def test_weights_are_bfloat16_and_stay_tied(smollm2: Path) -> None:
+    with safetensors.safe_open(smollm2 / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+    assert json.loads((smollm2 / "config.json").read_text())["tie_word_embeddings"] is True
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, local_files_only=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_it_speaks(smollm2: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    """The one check that sees weights read into the wrong places."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, local_files_only=True)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=16)[0, inputs["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(output)
+    assert output[-1] == tokenizer.eos_token_id
+
+
+def test_two_processes_convert_it_once(smollm2: Path, tmp_path: Path) -> None:
+    """The second waits for the first and then finds the work done."""
+    code = (
+        "import logging, sys; logging.basicConfig(level=logging.INFO); from pathlib import Path;"
+        f"from engine_core import resolve_model; print(resolve_model('smollm2', Path({str(tmp_path)!r})).path)"
+    )
+    root = Path(gguf.__file__).parents[2]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0]
+    assert sum("gguf_converted" in stderr for _, stderr in outputs) == 1
+    models = sorted(path.name for path in (tmp_path / "models").iterdir())
+    assert models == [smollm2.name, f"{smollm2.name}.lock"]
+    assert (tmp_path / "models" / smollm2.name / "model.safetensors").read_bytes() == (
+        smollm2 / "model.safetensors"
+    ).read_bytes()
+
+
+def test_what_an_interrupted_conversion_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = tmp_path / "some.gguf"
+    weights.write_bytes(b"weights")
+    name = f"some-{gguf._digest(weights)}"
+    left, foreign = tmp_path / f".{name}-abc", tmp_path / ".other-abc"
+    for directory in (left, foreign):
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(b"half")
+    monkeypatch.setattr(gguf, "_convert", lambda weights, directory: (directory / "config.json").write_text("{}"))
+    assert gguf.converted_gguf(weights, tmp_path) == tmp_path / name
+    assert not left.exists()
+    assert foreign.exists()
+
+
+def test_the_digest_is_of_the_bytes_not_of_the_name(tmp_path: Path) -> None:
+    for name, content in [("a", b"one"), ("b", b"one"), ("c", b"two")]:
+        (tmp_path / name).write_bytes(content)
+    digests = [gguf._digest(tmp_path / name) for name in "abc"]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_an_unknown_pre_tokenizer_is_reported(
+    tokenizer: transformers.PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tokenizers import pre_tokenizers
+
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    with caplog.at_level(logging.WARNING):
+        gguf._restore_pre_tokenizer(tokenizer, {"pre": "gpt-2"})
+        assert not caplog.records
+        gguf._restore_pre_tokenizer(tokenizer, {"pre": "from-the-future"})
+    assert "gguf_pre_tokenizer_unknown name=from-the-future" in caplog.text
+
+
+def test_every_end_of_turn_token_counts_once() -> None:
+    assert gguf._end_of_turn_ids({"eos_token_id": 5, "eot_token_id": 7, "eom_token_id": 5}) == [5, 7]

