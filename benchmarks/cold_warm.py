@@ -31,7 +31,7 @@ class Measurement:
 
 
 def measure(client: httpx.Client, model: str, prompt: str) -> Measurement:
-    """One streamed request; `ttft_s` is the time to the first content."""
+    """One streamed request; `ttft_s` is the time to the first content, or to the end of an empty answer."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -48,11 +48,11 @@ def measure(client: httpx.Client, model: str, prompt: str) -> Measurement:
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             chunk = json.loads(line.removeprefix("data: "))
-            if ttft_s is None and any(choice["delta"].get("content") for choice in chunk["choices"]):
+            if ttft_s is None and any(c["delta"].get("content") or c["finish_reason"] for c in chunk["choices"]):
                 ttft_s = time.perf_counter() - started
             usage = chunk.get("usage") or usage
     if ttft_s is None:
-        raise SystemExit("the server generated no text")
+        raise SystemExit("the stream ended without an answer")
     details = usage.get("prompt_tokens_details") or {}
     return Measurement(ttft_s, usage.get("prompt_tokens", 0), details.get("cached_tokens"))
 

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor
+from ipc.sockets import check_private, socket_path
 
 from .config import EngineConfig
+from .errors import InvalidConfigError
 from .frontend_link import Abort, Add, Command, FrontendLink, LinkSettings, Stop
 
 if TYPE_CHECKING:
@@ -95,9 +97,13 @@ def run_process(build_engine: Callable[[], EngineCore], endpoint: str, settings:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     started_s = time.monotonic()
     try:
+        # Loading may take minutes; a place where nobody may listen is found out before.
+        check_private(socket_path(endpoint).parent)
         server = EngineCoreServer(build_engine(), endpoint, settings)
     except (ValueError, OSError, ImportError) as error:
-        logger.exception("engine_start_failed reason=%r", f"{type(error).__name__}: {error}")
+        # Where the message names the setting, a traceback only hides it.
+        plain = isinstance(error, InvalidConfigError | msgspec.ValidationError | PermissionError)
+        logger.error("engine_start_failed reason=%r", f"{type(error).__name__}: {error}", exc_info=not plain)
         return STARTUP_FAILURE_EXIT_CODE
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())

@@ -1,8 +1,8 @@
 """Unpack a GGUF file once into a transformers directory: bfloat16 safetensors, tokenizer, chat template.
 
 The reading is transformers' own. What it loses is put back here: how some vocabularies split text before
-merging (`tokenizer.ggml.pre`), and the further tokens that end a turn. No torch is loaded unless a
-conversion is due.
+merging (`tokenizer.ggml.pre`), and the further tokens that end a turn. A conversion runs in a process of its own
+(`python -m engine_core.model.gguf FILE DIRECTORY`), so that whoever asks for it never holds torch and the weights.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def converted_gguf(weights: Path, models_dir: Path) -> Path:
             shutil.rmtree(leftover, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=models_dir))
         try:
-            _convert(weights, scratch)
+            _convert_apart(weights, scratch)
             scratch.chmod(0o755)
             scratch.rename(target)
         finally:
@@ -80,6 +81,13 @@ def _locked(lock_path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _convert_apart(weights: Path, directory: Path) -> None:
+    arguments = [sys.executable, "-m", __name__, str(weights.absolute()), str(directory.absolute())]
+    done = subprocess.run(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise GgufConversionError(done.stdout.strip() or f"the conversion ended with status {done.returncode}")
 
 
 def _convert(weights: Path, directory: Path) -> None:
@@ -175,3 +183,17 @@ def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int]:
     """Every token after which a chat model has said its piece, the end of the sequence first."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     return list(dict.fromkeys(int(metadata[name]) for name in names if name in metadata))
+
+
+def main() -> None:
+    """Convert the file given into the directory given; a reason for not doing so goes to standard output."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    try:
+        _convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    except GgufConversionError as error:
+        sys.stdout.write(str(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

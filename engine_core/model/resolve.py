@@ -1,7 +1,6 @@
 """From what a person types after `serve` to a local transformers directory.
 
-Looked for in this order: a built-in's name, a path, a hub id. `./name` forces a path. No torch is loaded
-unless a GGUF file has to be converted.
+Looked for in this order: a built-in's name, a path, a hub id. `./name` forces a path. No torch is loaded.
 """
 
 from __future__ import annotations

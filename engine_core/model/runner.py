@@ -97,8 +97,9 @@ class ModelRunner:
         return tokens
 
     def _allocate(self, num_blocks: int, shape: LayerShape, head_dim: int) -> torch.Tensor:
+        # Not cleared: no slot is read before it was written, and on a CPU untouched pages take no memory.
         size = (num_blocks, self._block_size, shape.num_kv_heads, head_dim)
-        return torch.zeros(size, dtype=self._dtype, device=self._device)
+        return torch.empty(size, dtype=self._dtype, device=self._device)
 
     def _measure_activations(self, model_config: Any, num_tokens: int) -> int:
         """Bytes a full step needs beyond the weights. On a CPU nothing is reserved for it."""

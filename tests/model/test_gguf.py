@@ -121,7 +121,7 @@ def test_what_an_interrupted_conversion_left_is_removed(tmp_path: Path, monkeypa
     for directory in (left, foreign):
         directory.mkdir()
         (directory / "model.safetensors").write_bytes(b"half")
-    monkeypatch.setattr(gguf, "_convert", lambda weights, directory: (directory / "config.json").write_text("{}"))
+    monkeypatch.setattr(gguf, "_convert_apart", lambda weights, directory: (directory / "config.json").write_text("{}"))
     assert gguf.converted_gguf(weights, tmp_path) == tmp_path / name
     assert not left.exists()
     assert foreign.exists()

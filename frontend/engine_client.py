@@ -1,0 +1,399 @@
+"""The frontend's end of the wire: one engine core, found, watched, lost and found again.
+
+A session is one DEALER socket, one handshake, one epoch. When the engine dies (its socket closes), falls
+silent (heartbeats) or says goodbye, the session ends: every stream fails at once, then a fresh socket is tried
+until an engine answers. Nothing of an old session can reach a new engine, nor the other way round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Iterator
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from ipc.codec import Decoder, WireError, encode
+from ipc.drops import DropCounter
+from ipc.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineCapabilities,
+    EngineMessage,
+    EngineOutputs,
+    EngineRequest,
+    FrontendMessage,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Refused,
+    RequestError,
+    RequestOutput,
+    Welcome,
+)
+from ipc.sockets import make_dealer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_MIN_RETRY_S = 0.05
+_MAX_RETRY_S = 0.5
+_FLUSH_MS = 200
+# A flood of outputs must not keep the event loop from its other work.
+_MESSAGES_PER_TURN = 64
+
+
+class EngineUnavailableError(Exception):
+    """There is no engine right now, or it was lost while the request ran. Worth trying again later."""
+
+
+class RequestRefusedError(Exception):
+    """The engine will not (or no longer) compute this request. `error` says why and whose fault it is."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class _SessionEndedError(Exception):
+    def __init__(self, reason: str, *, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.refused = refused
+
+
+class RequestStream:
+    """The outputs of one request, in order and without gaps. Made by `EngineClient.submit`.
+
+    An async context manager: leaving it aborts the request if it has not finished. An async iterator for one
+    consumer: each item carries at least one new token or the `finish_reason` (`stop`, `length` or `abort`),
+    with which the last one ends. A slow consumer loses nothing: what arrived meanwhile comes as one item.
+
+    Raises (from iteration, after all tokens that arrived were handed over):
+        EngineUnavailableError: the engine was lost.
+        RequestRefusedError: the engine refused the request, or gave it up.
+    """
+
+    def __init__(self, client: EngineClient, request_id: str) -> None:
+        self.request_id = request_id
+        self._client = client
+        self._pending: RequestOutput | None = None
+        self._failure: Exception | None = None
+        self._ended = False
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """End the request now if it has not ended; iteration then stops. Idempotent, never blocks."""
+        self._client._forget(self)
+        self._ended = True
+        self._changed.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while True:
+            if self._pending is not None:
+                output, self._pending = self._pending, None
+                return output
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            if self._ended:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _deliver(self, output: RequestOutput) -> None:
+        if output.error is not None:
+            if output.new_token_ids:
+                self._merge(RequestOutput(output.request_id, output.new_token_ids, output.num_cached_tokens))
+            self._fail(RequestRefusedError(output.error))
+            return
+        self._merge(output)
+        self._ended = output.finish_reason is not None
+
+    def _merge(self, output: RequestOutput) -> None:
+        if self._pending is not None:
+            output.new_token_ids = self._pending.new_token_ids + output.new_token_ids
+        self._pending = output
+        self._changed.set()
+
+    def _fail(self, failure: Exception) -> None:
+        self._failure = failure
+        self._ended = True
+        self._changed.set()
+
+
+def _now(awaitable: Awaitable[T]) -> T:
+    # With DONTWAIT zmq.asyncio returns a future that is done already. Going around its socket instead would swallow the
+    # edge-triggered events its own receivers wait for.
+    assert isinstance(awaitable, asyncio.Future)
+    return awaitable.result()
+
+
+class _Session:
+    """One socket to one engine, from connecting to closing. `epoch` is 0 until the engine has answered."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        self.socket: zmq.asyncio.Socket = make_dealer(context, endpoint)
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED | zmq.EVENT_CONNECT_RETRIED
+        )
+        self.socket.connect(endpoint)
+        self.epoch = 0
+        self.last_heard_s = time.monotonic()
+
+    def send(self, message: FrontendMessage) -> bool:
+        """Hand `message` to the socket without waiting; False if its queue is full. Raises WireError."""
+        frames = encode(message, self.epoch)
+        try:
+            _now(self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False))
+        except zmq.Again:
+            return False
+        return True
+
+    def receive_waiting(self) -> Iterator[list[zmq.Frame]]:
+        """What lies in the socket already."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield _now(self.socket.recv_multipart(zmq.DONTWAIT, copy=False))
+
+    def close(self, *, flush: bool) -> None:
+        """`flush`: what was sent last may still leave."""
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close(linger=_FLUSH_MS if flush and self.epoch else 0)
+
+
+class EngineClient:
+    """A connection to one engine core that heals itself. Use from one event loop.
+
+    Attributes:
+        state: `connecting` until an engine has answered for the first time; `ready`; `down` when the engine was
+            lost or refuses us, until one answers again.
+        down_reason: why the state is not `ready`, for people; None when it is.
+        capabilities: of the engine that answered last; None before the first.
+        drops: messages that were not used, by reason.
+    """
+
+    def __init__(self, endpoint: str, *, heartbeat_interval_s: float = 1.0, heartbeat_timeout_s: float = 4.0) -> None:
+        """`endpoint` is where the engine's ROUTER is (or will be) bound. Raises ValueError if it cannot be one.
+
+        An engine silent for `heartbeat_timeout_s` is lost, and so is one that does not answer the handshake.
+        """
+        self.endpoint = endpoint
+        self.state: Literal["connecting", "ready", "down"] = "connecting"
+        self.down_reason: str | None = f"no engine has answered at {endpoint} yet"
+        self.capabilities: EngineCapabilities | None = None
+        self.drops = DropCounter("engine_client")
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
+        self._streams: dict[str, RequestStream] = {}
+        self._unsent_aborts: list[str] = []
+        self._closing = False
+        self._session: _Session | None = None
+        self._ready = asyncio.Event()
+        self._context: zmq.asyncio.Context | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests submitted and neither finished, failed nor aborted."""
+        return len(self._streams)
+
+    async def start(self) -> None:
+        """Begin looking for the engine. Returns at once."""
+        if self._task is not None:
+            raise RuntimeError("the client was started already")
+        self._context = zmq.asyncio.Context()
+        self._task = asyncio.create_task(self._run(), name="engine_client")
+
+    async def close(self) -> None:
+        """Say goodbye, fail what is in flight and release the socket. Idempotent."""
+        if self._task is None or self._context is None:
+            return
+        if self._session is not None and self._session.epoch:
+            self._session.send(Goodbye())
+        self._closing = True
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._lose(_SessionEndedError("the client was closed"))
+        await asyncio.to_thread(self._context.term)
+        self._task = self._context = None
+
+    async def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Return when the state is `ready`. Raises EngineUnavailableError after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            raise EngineUnavailableError(self.down_reason) from None
+
+    def submit(self, request: EngineRequest) -> RequestStream:
+        """Send `request` on its way. Never blocks. Enter the stream at once: `async with client.submit(r) as stream:`.
+
+        Raises:
+            EngineUnavailableError: the state is not `ready`.
+            RequestRefusedError: its id is in flight already (`invalid`), it cannot be sent (`invalid`), or the engine
+                does not keep up with taking requests (`overloaded`).
+        """
+        if self.state != "ready" or self._session is None:
+            raise EngineUnavailableError(self.down_reason)
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise RequestRefusedError(
+                RequestError("invalid", f"request_id {request_id!r} is in flight already", "request_id")
+            )
+        try:
+            sent = self._session.send(AddRequest(request))
+        except WireError as error:
+            raise RequestRefusedError(RequestError("invalid", str(error), "prompt_token_ids")) from error
+        if not sent:
+            raise RequestRefusedError(RequestError("overloaded", "the engine does not keep up with taking requests"))
+        stream = self._streams[request_id] = RequestStream(self, request_id)
+        return stream
+
+    def _forget(self, stream: RequestStream) -> None:
+        if self._streams.get(stream.request_id) is not stream:
+            return
+        del self._streams[stream.request_id]
+        self._unsent_aborts.append(stream.request_id)
+        self._send_aborts()
+
+    def _send_aborts(self) -> None:
+        # An abort that finds the queue full waits for the next heartbeat: losing it would cost compute.
+        if self._unsent_aborts and self._session is not None and self._session.send(AbortRequests(self._unsent_aborts)):
+            self._unsent_aborts = []
+
+    async def _run(self) -> None:
+        retry_s = _MIN_RETRY_S
+        # A task group that fails while it is being cancelled swallows the cancellation, hence the flag.
+        while not self._closing:
+            ended = await self._run_session()
+            was_ready = self.state == "ready"
+            self._lose(ended)
+            retry_s = _MIN_RETRY_S if was_ready else min(2 * retry_s, _MAX_RETRY_S)
+            await asyncio.sleep(retry_s)
+
+    async def _run_session(self) -> _SessionEndedError:
+        assert self._context is not None
+        session = self._session = _Session(self._context, self.endpoint)
+        ended = _SessionEndedError("the client failed")
+        try:
+            session.send(Hello())
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch(session))
+                tasks.create_task(self._beat(session))
+                tasks.create_task(self._receive(session))
+        except* _SessionEndedError as group:
+            first = group.exceptions[0]
+            assert isinstance(first, _SessionEndedError)
+            ended = first
+        except* Exception:
+            # Whatever went wrong here: streams must end and the engine be found again.
+            logger.exception("engine_session_error")
+        finally:
+            session.close(flush=self._closing)
+        return ended
+
+    def _lose(self, ended: _SessionEndedError) -> None:
+        reason = str(ended)
+        if self.state == "ready" or ended.refused:
+            if reason != self.down_reason and not self._closing:
+                logger.warning(
+                    "engine_lost endpoint=%s in_flight=%d reason=%r", self.endpoint, len(self._streams), reason
+                )
+            self.state = "down"
+            self.down_reason = reason
+        self._session = None
+        self._ready.clear()
+        self._unsent_aborts = []
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream._fail(EngineUnavailableError(reason))
+
+    async def _watch(self, session: _Session) -> None:
+        while True:
+            event = await recv_monitor_message(session.monitor)
+            if event["event"] != zmq.EVENT_MONITOR_STOPPED:
+                for frames in session.receive_waiting():
+                    self._take(session, frames)
+                raise _SessionEndedError("the engine closed the connection")
+
+    async def _beat(self, session: _Session) -> None:
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(self._heartbeat_interval_s)
+            now_s = time.monotonic()
+            late_s = now_s - last_s - self._heartbeat_interval_s
+            last_s = now_s
+            if late_s > self._heartbeat_interval_s:
+                # It was this process that slept; the engine's heartbeats may be waiting in the socket.
+                session.last_heard_s = min(session.last_heard_s + late_s, now_s)
+            silent_s = now_s - session.last_heard_s
+            if silent_s > self._heartbeat_timeout_s:
+                raise _SessionEndedError(f"the engine was silent for {silent_s:.1f} s")
+            if session.epoch:
+                session.send(Heartbeat())
+                self._send_aborts()
+
+    async def _receive(self, session: _Session) -> None:
+        while True:
+            for _ in range(_MESSAGES_PER_TURN):
+                self._take(session, await session.socket.recv_multipart(copy=False))
+            await asyncio.sleep(0)
+
+    def _take(self, session: _Session, frames: list[zmq.Frame]) -> None:
+        try:
+            epoch, message = self._decoder.decode([frame.buffer for frame in frames])
+        except WireError as error:
+            self.drops.add(error.reason, str(error))
+            if error.reason == "version":
+                raise _SessionEndedError(str(error), refused=True) from error
+            return
+        if isinstance(message, Refused):
+            raise _SessionEndedError(f"the engine refused the connection: {message.reason}", refused=True)
+        if isinstance(message, Welcome):
+            self._welcome(session, epoch, message.capabilities)
+        elif epoch != session.epoch:
+            self.drops.add("stale_epoch", f"message of epoch {epoch}, the session's is {session.epoch}")
+            return
+        session.last_heard_s = time.monotonic()
+        if isinstance(message, EngineOutputs):
+            for output in message.outputs:
+                self._dispatch(output)
+        elif isinstance(message, Goodbye):
+            raise _SessionEndedError("the engine said goodbye")
+
+    def _welcome(self, session: _Session, epoch: int, capabilities: EngineCapabilities) -> None:
+        session.epoch = epoch
+        self.capabilities = capabilities
+        self.state = "ready"
+        self.down_reason = None
+        self._ready.set()
+        logger.info("engine_found endpoint=%s epoch=%d model=%s", self.endpoint, epoch, capabilities.model)
+
+    def _dispatch(self, output: RequestOutput) -> None:
+        # Outputs of a request that was aborted meanwhile are expected and of no use.
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        if output.finish_reason is not None:
+            del self._streams[output.request_id]
+        stream._deliver(output)

@@ -1,0 +1,130 @@
+"""The HTTP process: `python -m frontend.http_process --config JSON`. Loads a tokenizer, no torch, and answers.
+
+It can start before the engine and outlive it: while there is none, `/health` and new requests say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import uvicorn
+import uvloop
+
+from frontend.openai.serving import ServedModel, Serving
+from frontend.prompt.processor import PromptProcessor
+from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
+from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor
+
+from .app import create_app
+from .detokenizer import detokenizer_factory
+from .engine_client import EngineClient
+from .http_config import HttpConfig, listen
+
+logger = logging.getLogger(__name__)
+
+# Longer than clients keep idle connections, so that it is never us who closes one a request is on its way in.
+_KEEP_ALIVE_S = 75
+_DRAIN_S = 5
+
+
+async def serve(config: HttpConfig, tokenizer: ModelTokenizer, listener: socket.socket) -> None:
+    """Answer requests on `listener` until SIGTERM or SIGINT; then give running ones a few seconds to end."""
+    client = EngineClient(config.endpoint)
+    prompts = PromptProcessor(tokenizer, num_threads=config.num_prompt_threads)
+    serving = Serving(
+        client=client,
+        prompts=prompts,
+        new_detokenizer=detokenizer_factory(tokenizer.backend),
+        model=ServedModel(config.model_names, int(time.time())),
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(serving, max_body_bytes=config.max_body_bytes),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_DRAIN_S,
+        )
+    )
+    await client.start()
+    announcement = asyncio.create_task(_announce(client, server, tokenizer, _url(listener)))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        announcement.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await announcement
+        await client.close()
+        prompts.close()
+
+
+async def _announce(client: EngineClient, server: uvicorn.Server, tokenizer: ModelTokenizer, url: str) -> None:
+    """Once, when a request would be answered: say so, with a line to paste."""
+    await client.wait_ready(None)
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.05)
+    logger.info("http_ready url=%s", url)
+    if tokenizer.chat_template is None:
+        path, body = "/v1/completions", '{"prompt": "The capital of France is"}'
+    else:
+        path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Who are you?"}]}'
+    sys.stdout.write(
+        f"\nReady. Documentation: {url}/docs\nTry it:\n\n"
+        f"curl {url}{path} -H 'Content-Type: application/json' -d '{body}'\n\n"
+    )
+    sys.stdout.flush()
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _keep_torch_out() -> None:
+    """Make `import torch` fail in this process: transformers would load it (2 s, 230 MB) and not use it here."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Each prompt is tokenized in its own thread; a shared pool would let a long prompt hold up short ones.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m frontend.http_process", description=__doc__)
+    parser.add_argument("--config", required=True, help="HttpConfig as JSON")
+    config = msgspec.json.decode(parser.parse_args().config, type=HttpConfig)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s http[{os.getpid()}] %(levelname)s %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    exit_with_supervisor()
+    _keep_torch_out()
+    try:
+        listener = listen(config.host, config.port)
+        tokenizer = load_tokenizer(Path(config.model_dir))
+    except (OSError, TokenizerLoadError) as error:
+        logger.error("http_start_failed reason=%r", str(error))
+        return STARTUP_FAILURE_EXIT_CODE
+    # uvicorn handles these while it serves, and raises them again when it is done.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    uvloop.run(serve(config, tokenizer, listener))
+    logger.info("http_stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

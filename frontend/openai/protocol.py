@@ -1,0 +1,167 @@
+"""What clients of the OpenAI API may send. The types are the validation; the descriptions are the documentation.
+
+`None` means "not given" everywhere: many clients send null for what they leave out. Fields that are accepted
+but not done yet are listed in `openai.unsupported`; a field that is not named here is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+NotYet = Meta(description="Not supported yet: only values that change nothing are accepted.")
+Ignored = Meta(description="Accepted and ignored: it does not change the answer.")
+
+# msgpack, between frontend and engine, ends there.
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: Annotated[
+        bool | None,
+        Meta(description="Send one more chunk before the end, with `usage` and without choices."),
+    ] = None
+    include_obfuscation: Annotated[bool | None, Ignored] = None
+
+
+class RequestFields(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both completion APIs take."""
+
+    model: Annotated[str | None, Meta(description="A served model's name; default the first one served.")] = None
+    max_tokens: Annotated[Int64 | None, Meta(description="Most tokens to generate, at least 1.")] = None
+    temperature: Annotated[Annotated[float, Meta(ge=0, le=2)] | None, Meta(description="0 is greedy; default 1.")] = (
+        None
+    )
+    top_p: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, Meta(description="1 (default) is off.")] = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None, Meta(description="0 or -1 (default) is off.")
+    ] = None
+    seed: Annotated[
+        Int64 | None, Meta(description="With a seed the outcome does not depend on what else the server does.")
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        Meta(description="Up to 16 strings that end the text; the one that ended it is not part of it."),
+    ] = None
+    stop_token_ids: Annotated[list[TokenId] | None, Meta(description="Tokens that end the text.")] = None
+    ignore_eos: Annotated[bool | None, Meta(description="Go on after the model's end-of-sequence token.")] = None
+    stream: Annotated[bool | None, Meta(description="Answer with server-sent events.")] = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[
+        str | None,
+        Meta(
+            description="Share cached prefixes only with requests of the same salt. 1 to 128 characters, none of"
+            " `@`, `/`, `\\`, NUL."
+        ),
+    ] = None
+    priority: Annotated[
+        Int64 | None, Meta(description="Lower runs first, where the server schedules by priority; default 0.")
+    ] = None
+
+    user: Annotated[str | None, Ignored] = None
+    n: Annotated[Int64 | None, NotYet] = None
+    presence_penalty: Annotated[float | None, NotYet] = None
+    frequency_penalty: Annotated[float | None, NotYet] = None
+    repetition_penalty: Annotated[float | None, NotYet] = None
+    min_p: Annotated[float | None, NotYet] = None
+    min_tokens: Annotated[int | None, NotYet] = None
+    logit_bias: Annotated[dict[str, float] | None, NotYet] = None
+    use_beam_search: Annotated[bool | None, NotYet] = None
+
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        """The limit on generated tokens, and the name of the field that sets it."""
+        return "max_tokens", self.max_tokens
+
+
+class TextPart(Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
+    text: str
+
+
+class ImageUrlPart(Struct, tag="image_url", tag_field="type"):
+    image_url: Annotated[Any, NotYet]
+
+
+class InputAudioPart(Struct, tag="input_audio", tag_field="type"):
+    input_audio: Annotated[Any, NotYet]
+
+
+class FilePart(Struct, tag="file", tag_field="type"):
+    file: Annotated[Any, NotYet]
+
+
+class VideoUrlPart(Struct, tag="video_url", tag_field="type"):
+    video_url: Annotated[Any, NotYet]
+
+
+ContentPart = TextPart | ImageUrlPart | InputAudioPart | FilePart | VideoUrlPart
+
+
+class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One turn of a chat. An answer's `message` can be sent back as it came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[
+        str | list[ContentPart] | None, Meta(description="A string or a list of text parts; null only for assistants.")
+    ] = None
+    name: str | None = None
+    refusal: Annotated[str | None, Ignored] = None
+    annotations: Annotated[list[Any] | None, Ignored] = None
+    audio: Annotated[Any, NotYet] = None
+    tool_calls: Annotated[list[Any] | None, NotYet] = None
+    tool_call_id: Annotated[str | None, NotYet] = None
+    function_call: Annotated[Any, NotYet] = None
+
+
+class ResponseFormat(Struct):
+    type: str
+
+
+class ChatCompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: Annotated[
+        Int64 | None, Meta(description="Most tokens to generate; default as many as fit. Goes before `max_tokens`.")
+    ] = None
+
+    store: Annotated[bool | None, Ignored] = None
+    metadata: Annotated[dict[str, str] | None, Ignored] = None
+    service_tier: Annotated[str | None, Ignored] = None
+    safety_identifier: Annotated[str | None, Ignored] = None
+    prompt_cache_key: Annotated[str | None, Ignored] = None
+    prompt_cache_retention: Annotated[str | None, Ignored] = None
+    prediction: Annotated[Any, Ignored] = None
+    parallel_tool_calls: Annotated[bool | None, Ignored] = None
+
+    logprobs: Annotated[bool | None, NotYet] = None
+    top_logprobs: Annotated[int | None, NotYet] = None
+    tools: Annotated[list[Any] | None, NotYet] = None
+    tool_choice: Annotated[Any, NotYet] = None
+    functions: Annotated[list[Any] | None, NotYet] = None
+    function_call: Annotated[Any, NotYet] = None
+    response_format: Annotated[ResponseFormat | None, NotYet] = None
+    modalities: Annotated[list[str] | None, NotYet] = None
+    audio: Annotated[Any, NotYet] = None
+    reasoning_effort: Annotated[str | None, NotYet] = None
+    verbosity: Annotated[str | None, NotYet] = None
+    web_search_options: Annotated[Any, NotYet] = None
+
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+class CompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=True):
+    prompt: Annotated[
+        str | list[str | TokenId | list[TokenId]],
+        Meta(
+            description="One prompt (a string, or a list of token ids), or several (a list of strings, or of lists of"
+            " token ids), each of which gets a choice, in order."
+        ),
+    ]
+
+    echo: Annotated[bool | None, NotYet] = None
+    best_of: Annotated[int | None, NotYet] = None
+    logprobs: Annotated[int | None, NotYet] = None
+    suffix: Annotated[str | None, NotYet] = None

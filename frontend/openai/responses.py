@@ -1,0 +1,116 @@
+"""What the OpenAI API answers, as structs whose fields are the JSON's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from frontend.errors import ApiError
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AssistantMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    message: AssistantMessage
+    finish_reason: FinishReason
+    index: int = 0
+    logprobs: None = None
+    stop_reason: str | int | None = None
+
+
+class ChatCompletion(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    delta: ChatDelta
+    index: int = 0
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+
+
+class ChatCompletionChunk(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: None = None
+    stop_reason: str | int | None = None
+
+
+class Completion(Struct):
+    """Also a chunk of a streamed completion: the API has one shape for both."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(Struct):
+    id: str
+    created: int
+    max_model_len: int | None
+    object: Literal["model"] = "model"
+    owned_by: str = "foreword"
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class ErrorDetails(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Struct):
+    error: ErrorDetails
+
+
+def encode_error(error: ApiError) -> bytes:
+    """The body that tells a client of the OpenAI API about `error`."""
+    return msgspec.json.encode(ErrorBody(ErrorDetails(error.message, error.kind, error.param, error.code)))

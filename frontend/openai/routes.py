@@ -1,0 +1,87 @@
+"""The OpenAI API's routes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import MediaType, Request, Response, get, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.response.base import ASGIResponse
+
+from frontend.errors import ApiError
+from frontend.streaming import EventStream, unless_disconnected
+
+from .chat import answer_chat, stream_chat
+from .completions import answer_completion, stream_completion
+from .decode import decode_body
+from .protocol import ChatCompletionRequest, CompletionRequest
+from .responses import ModelCard, ModelList, encode_error
+from .serving import Serving
+
+R = TypeVar("R", ChatCompletionRequest, CompletionRequest)
+Answer = Callable[[Serving, R, str], Coroutine[Any, Any, bytes]]
+Stream = Callable[[Serving, R, str], AsyncGenerator[bytes]]
+
+_decode_chat = msgspec.json.Decoder(ChatCompletionRequest)
+_decode_completion = msgspec.json.Decoder(CompletionRequest)
+
+
+def openai_routes(serving: Serving) -> list[HTTPRouteHandler]:
+    """Route handlers that answer from `serving`."""
+
+    @post("/v1/chat/completions", status_code=200)
+    async def chat_completions(request: Request) -> ASGIResponse:
+        asked = decode_body(_decode_chat, await request.body())
+        return await _respond(serving, request, asked, "chatcmpl", answer_chat, stream_chat)
+
+    @post("/v1/completions", status_code=200)
+    async def completions(request: Request) -> ASGIResponse:
+        asked = decode_body(_decode_completion, await request.body())
+        return await _respond(serving, request, asked, "cmpl", answer_completion, stream_completion)
+
+    @get("/v1/models")
+    async def models() -> ASGIResponse:
+        return _json(ModelList([_card(serving, name) for name in serving.model.names]))
+
+    @get("/v1/models/{model_id:path}")
+    async def model(request: Request) -> ASGIResponse:
+        # A path, since the names of models have slashes in them.
+        return _json(_card(serving, serving.model.check(request.path_params["model_id"].removeprefix("/"))))
+
+    return [chat_completions, completions, models, model]
+
+
+async def _respond(
+    serving: Serving, request: Request, asked: R, id_prefix: str, answer: Answer[R], stream: Stream[R]
+) -> ASGIResponse:
+    answer_id = f"{id_prefix}-{uuid.uuid4().hex}"
+    headers = {"x-request-id": answer_id}
+    if not asked.stream:
+        body = await unless_disconnected(request.receive, answer(serving, asked, answer_id))
+        return ASGIResponse(body=body, headers=headers)
+    events = stream(serving, asked, answer_id)
+    # Until here nothing was sent: what is found to be wrong by the first token still gets its status.
+    first = await unless_disconnected(request.receive, _first(events))
+    return EventStream(first, events, encode_error=encode_error, headers=headers)
+
+
+async def _first(events: AsyncGenerator[bytes]) -> bytes:
+    return await anext(events)
+
+
+def _card(serving: Serving, name: str) -> ModelCard:
+    capabilities = serving.client.capabilities
+    return ModelCard(name, serving.model.created_s, capabilities.max_model_len if capabilities else None)
+
+
+def _json(value: msgspec.Struct) -> ASGIResponse:
+    return ASGIResponse(body=msgspec.json.encode(value))
+
+
+def error_response(error: ApiError) -> Response[bytes]:
+    """`error` as the OpenAI API tells it."""
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    return Response(encode_error(error), status_code=error.status, headers=headers, media_type=MediaType.JSON)

@@ -1,0 +1,49 @@
+"""What every request of the OpenAI API needs: the engine, the prompt's makers, the served model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from frontend.detokenizer import Detokenizer
+from frontend.engine_client import EngineClient, EngineUnavailableError
+from frontend.errors import ApiError
+from frontend.prompt.processor import PromptProcessor
+from ipc.messages import EngineCapabilities
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model behind this server, under one or several names; answers bear the name they were asked under."""
+
+    names: tuple[str, ...]
+    created_s: int
+
+    def check(self, name: str | None) -> str:
+        """The name to answer under: `name`, or the first served one. Raises ApiError (404) if it is not served."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            served = ", ".join(f"'{served}'" for served in self.names)
+            raise ApiError(
+                404,
+                f"the model '{name}' does not exist; served here: {served}",
+                kind="invalid_request_error",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    client: EngineClient
+    prompts: PromptProcessor
+    new_detokenizer: Callable[[], Detokenizer]
+    model: ServedModel
+
+    def capabilities(self) -> EngineCapabilities:
+        """Of the engine that is there now. Raises EngineUnavailableError if none is."""
+        if self.client.state != "ready" or self.client.capabilities is None:
+            raise EngineUnavailableError(self.client.down_reason)
+        return self.client.capabilities

@@ -1,0 +1,64 @@
+"""Fields of the API that are known and not done yet: refused where they would change the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontend.errors import not_supported
+
+from .protocol import ChatCompletionRequest, CompletionRequest
+
+# field → values that change nothing, besides null
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "use_beam_search": (False,),
+}
+_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+    **_NEUTRAL,
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **_NEUTRAL,
+    "echo": (False,),
+    "best_of": (1,),
+    "logprobs": (),
+    "suffix": ("",),
+}
+
+
+def refuse_unsupported(request: ChatCompletionRequest | CompletionRequest) -> None:
+    """Raises ApiError (400) naming the first field whose value asks for something that is not done yet."""
+    is_chat = isinstance(request, ChatCompletionRequest)
+    for field, neutral in (_NEUTRAL_CHAT if is_chat else _NEUTRAL_COMPLETION).items():
+        value = getattr(request, field)
+        if value is not None and value not in neutral:
+            raise not_supported(field, f"{field} = {value!r}" if isinstance(value, str | int | float) else field)
+    if isinstance(request, ChatCompletionRequest):
+        _refuse_in_chat(request)
+
+
+def _refuse_in_chat(request: ChatCompletionRequest) -> None:
+    if request.response_format is not None and request.response_format.type != "text":
+        raise not_supported("response_format", f"response_format of type {request.response_format.type!r}")
+    for i, message in enumerate(request.messages):
+        if message.role in ("tool", "function"):
+            raise not_supported(f"messages[{i}].role", f"the role {message.role!r}")
+        for field in ("audio", "tool_calls", "tool_call_id", "function_call"):
+            if getattr(message, field):
+                raise not_supported(f"messages[{i}].{field}", f"{field} in a message")

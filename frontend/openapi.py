@@ -1,0 +1,170 @@
+"""The API as an OpenAPI document.
+
+The schemas come from the types that validate requests and make answers, so they cannot disagree with them. Swagger
+UI 4 reads OpenAPI 3.0, hence the small translation from JSON Schema 2020-12.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from frontend.openai.protocol import ChatCompletionRequest, CompletionRequest
+from frontend.openai.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+)
+
+from .health import Health, Version
+from .version import foreword_version
+
+_CHAT_EXAMPLE = {
+    "messages": [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "What is the capital of France?"},
+    ],
+    "max_tokens": 64,
+}
+_COMPLETION_EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
+
+
+def openapi_document() -> dict[str, Any]:
+    """The API as an OpenAPI 3.0 document."""
+    types = [
+        ChatCompletionRequest,
+        ChatCompletion,
+        ChatCompletionChunk,
+        CompletionRequest,
+        Completion,
+        ModelList,
+        ModelCard,
+        Health,
+        Version,
+        ErrorBody,
+    ]
+    _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    return {
+        "openapi": "3.0.3",
+        "info": {
+            "title": "Foreword",
+            "version": foreword_version(),
+            "description": "The OpenAI API, with automatic prefix caching: `usage.prompt_tokens_details.cached_tokens`"
+            " says how many tokens of the prompt did not have to be computed again.",
+        },
+        "paths": {
+            "/v1/chat/completions": {
+                "post": _completion(
+                    "Continue a chat",
+                    "Renders the messages with the model's chat template and generates the assistant's next one.",
+                    "ChatCompletionRequest",
+                    _CHAT_EXAMPLE,
+                    "ChatCompletion",
+                    "ChatCompletionChunk",
+                )
+            },
+            "/v1/completions": {
+                "post": _completion(
+                    "Continue a text",
+                    "Generates what follows each prompt, without a chat template.",
+                    "CompletionRequest",
+                    _COMPLETION_EXAMPLE,
+                    "Completion",
+                    "Completion",
+                )
+            },
+            "/v1/models": {"get": _get("OpenAI API", "List the served names", {200: "ModelList"})},
+            "/v1/models/{model_id}": {
+                "get": {
+                    **_get("OpenAI API", "Describe one served name", {200: "ModelCard", 404: "ErrorBody"}),
+                    "parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}],
+                }
+            },
+            "/health": {"get": _get("Server", "Is there an engine to answer?", {200: "Health", 503: "Health"})},
+            "/version": {"get": _get("Server", "Foreword's version", {200: "Version"})},
+        },
+        "components": {"schemas": {name: _to_openapi_30(schema) for name, schema in schemas.items()}},
+    }
+
+
+_RESPONSES = {
+    200: "The answer",
+    400: "The request is wrong: `param` names the field",
+    404: "Unknown model",
+    413: "The body is too large",
+    503: "No engine, or too much to do: try again",
+}
+
+
+def _completion(
+    summary: str, description: str, request: str, example: dict[str, Any], answer: str, chunk: str
+) -> dict[str, Any]:
+    responses = {str(status): _response(status, _json("ErrorBody")) for status in (400, 404, 413, 503)}
+    responses["200"] = _response(
+        200,
+        {
+            **_json(answer),
+            "text/event-stream": {
+                "schema": _ref(chunk),
+                "example": "data: {…}\n\ndata: {…}\n\ndata: [DONE]\n\n",
+            },
+        },
+    )
+    return {
+        "tags": ["OpenAI API"],
+        "summary": summary,
+        "description": f"{description} With `stream`, the answer is a series of server-sent events, one `{chunk}` each,"
+        " then `[DONE]`.",
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(request), "example": example}},
+        },
+        "responses": dict(sorted(responses.items())),
+    }
+
+
+def _get(tag: str, summary: str, answers: dict[int, str]) -> dict[str, Any]:
+    responses = {str(status): _response(status, _json(name)) for status, name in answers.items()}
+    return {"tags": [tag], "summary": summary, "responses": responses}
+
+
+def _response(status: int, content: dict[str, Any]) -> dict[str, Any]:
+    return {"description": _RESPONSES[status], "content": content}
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": _ref(name)}}
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _to_openapi_30(schema: Any) -> Any:
+    """JSON Schema 2020-12 as msgspec writes it → OpenAPI 3.0: `nullable` instead of a null type, boolean bounds."""
+    if isinstance(schema, list):
+        return [_to_openapi_30(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _to_openapi_30(value) for key, value in schema.items()}
+    if (alternatives := schema.get("anyOf")) is not None:
+        rest = [item for item in alternatives if item != {"nullable": True}]
+        if len(rest) < len(alternatives):
+            schema["nullable"] = True
+        if len(rest) == 1 and "$ref" not in rest[0]:
+            del schema["anyOf"]
+            schema = {**rest[0], **schema}
+        else:
+            schema["anyOf"] = rest
+    for bound, flag in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if flag in schema:
+            schema[bound], schema[flag] = schema[flag], True
+    if schema.get("type") == "null":
+        schema = {key: value for key, value in schema.items() if key != "type"} | {"nullable": True}
+    if schema.get("default", ...) is None:
+        del schema["default"]
+    return schema

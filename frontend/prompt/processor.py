@@ -1,0 +1,76 @@
+"""Prompts are rendered and tokenized in threads, so that a long one stalls neither the event loop nor short ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from .chat_template import ChatMessage
+from .errors import ChatTemplateError, PromptTooLongError
+from .tokenizer import ModelTokenizer
+
+# What takes longer than about 10 ms waits in its own line.
+LONG_PROMPT_CHARACTERS = 32_768
+
+
+class PromptProcessor:
+    """Turns chats and texts into token ids. Use from one event loop; `close()` it at the end.
+
+    Long prompts share one thread, short ones have `num_threads` others: the wait of a short prompt does not
+    depend on how many long ones are being tokenized.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, *, num_threads: int = 2) -> None:
+        self.tokenizer = tokenizer
+        self._short = ThreadPoolExecutor(num_threads, thread_name_prefix="prompt")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long_prompt")
+
+    def close(self) -> None:
+        """Drop what has not begun. A tokenization that runs cannot be interrupted; it is not waited for."""
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(self, messages: Sequence[ChatMessage], *, max_model_len: int) -> list[int]:
+        """Token ids of the chat, ending where the assistant is to speak. The template alone decides about BOS.
+
+        Raises:
+            ChatTemplateError: the model has no chat template, or the template refuses these messages.
+            PromptTooLongError: fewer than one token would be left for the answer.
+        """
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+
+        def prepare() -> list[int]:
+            return self._encode(template.render(messages), add_special_tokens=False, max_model_len=max_model_len)
+
+        num_characters = sum(len(part) for message in messages for part in _texts(message))
+        return await self._run(prepare, num_characters)
+
+    async def text(self, text: str, *, max_model_len: int) -> list[int]:
+        """Token ids of a bare text, with BOS if the tokenizer adds one. Raises PromptTooLongError."""
+
+        def prepare() -> list[int]:
+            return self._encode(text, add_special_tokens=True, max_model_len=max_model_len)
+
+        return await self._run(prepare, len(text))
+
+    def _encode(self, text: str, *, add_special_tokens: bool, max_model_len: int) -> list[int]:
+        tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_prompt_length(len(tokens), max_model_len)
+        return tokens.ids
+
+    async def _run(self, prepare: Callable[[], list[int]], num_characters: int) -> list[int]:
+        pool = self._long if num_characters > LONG_PROMPT_CHARACTERS else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, prepare)
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises PromptTooLongError unless at least one token is left for the output."""
+    if num_tokens >= max_model_len:
+        raise PromptTooLongError(num_tokens, max_model_len)
+
+
+def _texts(message: ChatMessage) -> Sequence[str]:
+    return (message.content,) if isinstance(message.content, str) else message.content

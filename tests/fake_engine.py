@@ -1,0 +1,31 @@
+"""An engine process around `FakeRunner`: `python -m tests.fake_engine ENDPOINT [--step-s S] [--fail]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from engine_core.config import EngineConfig
+from engine_core.engine import EngineCore
+from engine_core.errors import InvalidConfigError
+from engine_core.server import run_process
+from tests.fake_runner import FakeRunner
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("endpoint")
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--fail", action="store_true", help="do not start, as with an impossible configuration")
+    arguments = parser.parse_args()
+
+    def build_engine() -> EngineCore:
+        if arguments.fail:
+            raise InvalidConfigError("block_size: this engine was told to fail")
+        return EngineCore(EngineConfig(), FakeRunner(step_s=arguments.step_s))
+
+    return run_process(build_engine, arguments.endpoint)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""A `Runner` without a model, for tests of processes and wires: its next token is a formula anybody can check."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from engine_core.runner import ModelInfo, ScheduledRequest
+
+VOCAB_SIZE = 1000
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    return (7919 * len(token_ids) + 31 * token_ids[-1] + 17) % VOCAB_SIZE
+
+
+def continuation(prompt_token_ids: Iterable[int], num_tokens: int) -> list[int]:
+    """What a request with this prompt must produce."""
+    token_ids = list(prompt_token_ids)
+    num_prompt_tokens = len(token_ids)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[num_prompt_tokens:]
+
+
+class FakeRunner:
+    """Each step takes `step_s`."""
+
+    def __init__(self, *, num_blocks: int = 4096, block_size: int = 16, step_s: float = 0.0) -> None:
+        self.step_s = step_s
+        self.info = ModelInfo(
+            name="fake",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=num_blocks * block_size,
+            eos_token_ids=frozenset(),
+            num_blocks=num_blocks,
+            cache_namespace="00",
+        )
+
+    def execute(self, batch: Sequence[ScheduledRequest]) -> list[int | None]:
+        time.sleep(self.step_s)
+        return [next_token(item.request.token_ids) if item.samples else None for item in batch]

@@ -1,0 +1,44 @@
+"""A supervisor over a fake engine and an idle frontend: `python -m tests.fake_supervisor ENDPOINT [--engine-fails]`.
+
+Its restarts are quick, its patience short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+
+from frontend.launch import ChildSpec, SupervisionPolicy, supervise
+from ipc.process import exit_with_supervisor
+
+POLICY = SupervisionPolicy(
+    max_restarts=3, restart_window_s=60.0, min_delay_s=0.1, max_delay_s=0.3, stuck_timeout_s=1.5, stop_timeout_s=5.0
+)
+
+
+def idle_frontend() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    exit_with_supervisor()
+    while True:
+        signal.pause()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("endpoint")
+    parser.add_argument("--engine-fails", action="store_true")
+    parser.add_argument("--frontend", action="store_true", help="be the frontend child")
+    arguments = parser.parse_args()
+    if arguments.frontend:
+        idle_frontend()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    engine = [sys.executable, "-m", "tests.fake_engine", arguments.endpoint, *["--fail"] * arguments.engine_fails]
+    frontend = [sys.executable, "-m", "tests.fake_supervisor", arguments.endpoint, "--frontend"]
+    children = [ChildSpec("engine", engine, arguments.endpoint), ChildSpec("http", frontend)]
+    return supervise(children, POLICY)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

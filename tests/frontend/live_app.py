@@ -1,0 +1,43 @@
+"""The real application behind a real uvicorn on a free port, with any engine client."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from frontend.app import create_app
+from frontend.detokenizer import detokenizer_factory
+from frontend.http_config import listen
+from frontend.openai.serving import ServedModel, Serving
+from frontend.prompt.processor import PromptProcessor
+from frontend.prompt.tokenizer import ModelTokenizer
+
+MODEL_NAMES = ("tiny", "tiny-alias")
+
+
+@contextmanager
+def live_app(engine: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[str]:
+    """Yields the base URL. `settings` go to `create_app`."""
+    prompts = PromptProcessor(tokenizer)
+    serving = Serving(engine, prompts, detokenizer_factory(tokenizer.backend), ServedModel(MODEL_NAMES, 1))
+    listener = listen("127.0.0.1", 0)
+    config = uvicorn.Config(
+        create_app(serving, **settings), lifespan="off", log_config=None, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+        prompts.close()

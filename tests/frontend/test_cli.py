@@ -1,0 +1,103 @@
+"""The command line: what a person sees, and how their mistakes are answered."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine_core import EngineConfig
+from frontend.cli import USER_ERROR_EXIT_CODE
+from frontend.http_config import listen
+from frontend.sizes import parse_size
+from frontend.version import foreword_version
+
+
+def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from frontend.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def one_line(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == USER_ERROR_EXIT_CODE
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_version() -> None:
+    assert foreword("--version").stdout.strip() == f"foreword {foreword_version()}"
+
+
+def test_help_names_every_setting_of_the_engine() -> None:
+    # rich cuts long names in a narrow terminal and draws boxes around them
+    command = "import os; os.environ['COLUMNS'] = '400'; from frontend.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", command, "serve", "--help"], capture_output=True, text=True, timeout=120, check=True
+    )
+    flags = set(re.findall(r"--[a-z-]+", result.stdout))
+    settings = set(EngineConfig.__struct_fields__) - {"model"}
+    assert {"--" + name.replace("_", "-") for name in settings} <= flags
+    assert {"--host", "--port", "--served-model-name"} <= flags
+    for panel in ("HTTP", "Model", "KV cache memory", "Scheduler", "Prefix cache"):
+        assert f"─ {panel} ─" in result.stdout
+
+
+def test_a_model_that_does_not_exist(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing"
+    assert str(missing) in one_line(foreword("serve", str(missing), "--port", "0"))
+
+
+def test_a_port_in_use() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert f"127.0.0.1:{port}" in one_line(foreword("serve", "--port", str(port)))
+
+
+def test_a_size_that_is_none() -> None:
+    assert "is not a size" in one_line(foreword("serve", "--kv-cache-memory-bytes", "much"))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("0", 0), ("12", 12), ("2GiB", 2 << 30), ("2 gib", 2 << 30), ("1.5G", 1_500_000_000), ("64Ki", 65536)],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 PiB", "2iB", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+def test_the_command_line_and_the_http_process_load_no_torch(chat_model_dir: Path) -> None:
+    script = """
+import sys
+import frontend.cli
+print("torch" in sys.modules, "litestar" in sys.modules)
+from frontend import http_process
+http_process._keep_torch_out()
+from frontend.prompt.tokenizer import load_tokenizer
+tokenizer = load_tokenizer(__import__("pathlib").Path(sys.argv[1]))
+print(sys.modules["torch"], len(tokenizer.encode("one two", add_special_tokens=False)) > 0)
+"""
+    command = [sys.executable, "-c", script, str(chat_model_dir)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split() == ["False", "False", "None", "True"]
+
+
+def test_a_model_directory_without_tokenizer_is_a_start_up_failure(tmp_path: Path) -> None:
+    from frontend.http_config import HttpConfig, child_argv
+    from ipc.process import STARTUP_FAILURE_EXIT_CODE
+
+    config = HttpConfig(endpoint="ipc:///tmp/unused", model_dir=str(tmp_path), model_names=("x",), port=0)
+    assert msgspec.json.decode(child_argv(config)[-1], type=HttpConfig) == config
+    result = subprocess.run(child_argv(config), capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == STARTUP_FAILURE_EXIT_CODE
+    assert "http_start_failed" in result.stderr
+    assert str(tmp_path) in result.stderr

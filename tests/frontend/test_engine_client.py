@@ -1,0 +1,353 @@
+"""The engine may be slow, killed, frozen, restarted or a stranger: streams end truthfully, and service comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from engine_core.server import EngineCoreServer
+from frontend.engine_client import EngineClient, EngineUnavailableError, RequestRefusedError, RequestStream
+from ipc.codec import PROTOCOL_VERSION, encode, pack_header
+from ipc.messages import EngineCapabilities, EngineOutputs, Heartbeat, Refused, RequestError, RequestOutput, Welcome
+from ipc.sockets import bind_router
+from tests.fake_runner import continuation
+from tests.wire_peers import (
+    ROOT,
+    is_idle,
+    private_endpoint,
+    request,
+    running_server,
+    start_engine,
+    wait_until,
+)
+
+StartEngine = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return private_endpoint(tmp_path)
+
+
+@pytest.fixture
+def engine_process(endpoint: str) -> Iterator[StartEngine]:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(step_s: float = 0.01) -> subprocess.Popen[bytes]:
+        processes.append(start_engine(endpoint, step_s))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+async def client(endpoint: str) -> AsyncIterator[EngineClient]:
+    client = EngineClient(endpoint, heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0)
+    await client.start()
+    yield client
+    await client.close()
+
+
+async def collect(stream: RequestStream) -> tuple[list[int], list[RequestOutput]]:
+    outputs = [output async for output in stream]
+    return [token for output in outputs for token in output.new_token_ids], outputs
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    await asyncio.to_thread(wait_until, condition, timeout_s)
+
+
+async def test_streams_deliver_every_token_in_order(endpoint: str, client: EngineClient) -> None:
+    async def one(n: int) -> None:
+        async with client.submit(request(f"r{n}", [n + 1, 5], 100)) as stream:
+            tokens, outputs = await collect(stream)
+        assert tokens == continuation([n + 1, 5], 100)
+        assert [output.finish_reason for output in outputs][-1] == "length"
+        assert all(output.new_token_ids for output in outputs)
+
+    with running_server(endpoint, step_s=0.001) as server:
+        await client.wait_ready(20)
+        assert client.capabilities == server.engine.capabilities
+        await asyncio.gather(*(one(n) for n in range(20)))
+        assert client.num_in_flight == 0
+
+
+async def test_a_slow_consumer_gets_everything_in_fewer_pieces(endpoint: str, client: EngineClient) -> None:
+    with running_server(endpoint):
+        await client.wait_ready(20)
+        async with client.submit(request("r", [1], 2000)) as stream:
+            first = await anext(stream)
+            await until(lambda: client.num_in_flight == 0)
+            tokens, outputs = await collect(stream)
+        assert first.new_token_ids + tokens == continuation([1], 2000)
+        assert [output.finish_reason for output in outputs] == ["length"]
+
+
+async def test_leaving_a_stream_aborts_its_request(endpoint: str, client: EngineClient) -> None:
+    with running_server(endpoint, step_s=0.005) as server:
+        await client.wait_ready(20)
+        async with client.submit(request("r", [1], 50_000)) as stream:
+            await anext(stream)
+            assert client.num_in_flight == 1
+        assert client.num_in_flight == 0
+        assert [output async for output in stream] == []
+        await until(lambda: is_idle(server.engine))
+
+
+async def test_a_cancelled_task_aborts_its_request(endpoint: str, client: EngineClient) -> None:
+    async def consume() -> None:
+        async with client.submit(request("r", [1], 50_000)) as stream:
+            await collect(stream)
+
+    with running_server(endpoint, step_s=0.005) as server:
+        await client.wait_ready(20)
+        task = asyncio.create_task(consume())
+        await until(lambda: server.engine.stats().num_running == 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: is_idle(server.engine))
+
+
+async def test_refusals_name_the_field(endpoint: str, client: EngineClient) -> None:
+    with running_server(endpoint, step_s=0.005):
+        await client.wait_ready(20)
+        async with client.submit(request("bad", [10**9])) as stream:
+            with pytest.raises(RequestRefusedError) as refused:
+                await anext(stream)
+        assert (refused.value.error.code, refused.value.error.param) == ("invalid", "prompt_token_ids")
+        assert client.num_in_flight == 0
+        async with client.submit(request("r", [1], 50)) as stream:
+            with pytest.raises(RequestRefusedError, match="in flight already"):
+                client.submit(request("r", [2]))
+            # More than the wire carries is refused here: it would never be answered.
+            with pytest.raises(RequestRefusedError, match="too_large") as refused:
+                client.submit(request("huge", [1] * (17 << 20)))
+            assert refused.value.error.param == "prompt_token_ids"
+            assert (await collect(stream))[0] == continuation([1], 50)
+
+
+async def test_without_an_engine_nothing_is_accepted(client: EngineClient) -> None:
+    assert client.state == "connecting"
+    with pytest.raises(EngineUnavailableError, match="no engine has answered"):
+        client.submit(request("r", [1]))
+    with pytest.raises(EngineUnavailableError, match="no engine has answered"):
+        await client.wait_ready(0.3)
+
+
+async def test_a_killed_engine_ends_all_streams_and_its_successor_is_found(
+    endpoint: str, client: EngineClient, engine_process: StartEngine
+) -> None:
+    process = engine_process()
+    await client.wait_ready(20)
+    streams = [client.submit(request(f"r{n}", [n + 1], 50_000)) for n in range(10)]
+    for stream in streams:
+        await anext(stream)
+    process.kill()
+    async with asyncio.timeout(5):
+        ends = await asyncio.gather(*(collect(stream) for stream in streams), return_exceptions=True)
+    assert [type(end) for end in ends] == [EngineUnavailableError] * 10
+    assert client.state == "down" and client.num_in_flight == 0
+    with pytest.raises(EngineUnavailableError):
+        client.submit(request("r", [1]))
+    engine_process()
+    await client.wait_ready(20)
+    async with client.submit(request("r0", [3], 20)) as stream:
+        assert (await collect(stream))[0] == continuation([3], 20)
+
+
+async def test_a_stopped_engine_says_goodbye(client: EngineClient, engine_process: StartEngine) -> None:
+    process = engine_process()
+    await client.wait_ready(20)
+    stream = client.submit(request("r", [1], 50_000))
+    await anext(stream)
+    process.terminate()
+    with pytest.raises(EngineUnavailableError, match="goodbye"):
+        await collect(stream)
+    assert await asyncio.to_thread(process.wait, 20) == 0
+
+
+async def test_a_frozen_engine_is_found_by_its_heartbeat_and_taken_back(
+    client: EngineClient, engine_process: StartEngine
+) -> None:
+    process = engine_process()
+    await client.wait_ready(20)
+    stream = client.submit(request("r", [1], 50_000))
+    await anext(stream)
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineUnavailableError, match="silent"):
+        async with asyncio.timeout(10):
+            await collect(stream)
+    assert client.state == "down"
+    # Attempts to connect to it do not make it look alive.
+    await asyncio.sleep(1.5)
+    assert client.state == "down"
+    process.send_signal(signal.SIGCONT)
+    await client.wait_ready(20)
+    async with client.submit(request("r", [2], 20)) as stream:
+        assert (await collect(stream))[0] == continuation([2], 20)
+
+
+async def test_a_blocked_event_loop_is_not_taken_for_a_dead_engine(
+    endpoint: str, client: EngineClient, engine_process: StartEngine
+) -> None:
+    engine_process(0.005)
+    await client.wait_ready(20)
+    async with client.submit(request("r", [1], 300)) as stream:
+        await anext(stream)
+        time.sleep(2.5)  # noqa: ASYNC251 - the point
+        tokens, _ = await collect(stream)
+    assert len(tokens) + 1 >= 299
+    assert client.state == "ready"
+
+
+async def test_closing_fails_streams_and_frees_the_engine(endpoint: str) -> None:
+    with running_server(endpoint, step_s=0.005) as server:
+        client = EngineClient(endpoint)
+        await client.start()
+        await client.wait_ready(20)
+        stream = client.submit(request("r", [1], 50_000))
+        await anext(stream)
+        await client.close()
+        with pytest.raises(EngineUnavailableError, match="closed"):
+            await collect(stream)
+        with pytest.raises(EngineUnavailableError, match="closed"):
+            client.submit(request("r2", [1]))
+        await until(lambda: is_idle(server.engine))
+        await client.close()
+
+
+async def test_a_killed_frontend_leaves_nothing_in_the_engine(endpoint: str, client: EngineClient) -> None:
+    def run_until_killed(server: EngineCoreServer) -> None:
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.fake_frontend", endpoint, "5"], cwd=ROOT, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"running\n"
+            assert server.engine.stats().num_running == 5
+            process.kill()
+
+    with running_server(endpoint, step_s=0.005) as server:
+        await client.wait_ready(20)
+        await asyncio.to_thread(run_until_killed, server)
+        await until(lambda: is_idle(server.engine))
+        async with client.submit(request("r0", [3], 20)) as stream:
+            assert (await collect(stream))[0] == continuation([3], 20)
+
+
+class ScriptedEngine:
+    """A ROUTER that says exactly what a test wants."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        self.router = bind_router(context, endpoint)
+        self.identity = b""
+
+    async def say(self, *frames: object) -> None:
+        await self.router.send_multipart([self.identity, *frames])
+
+    async def welcome(self, epoch: int) -> None:
+        self.identity, *_ = await self.router.recv_multipart()
+        capabilities = EngineCapabilities("scripted", 100, 1000, 16, 8, "sha256", "00")
+        await self.say(*encode(Welcome(capabilities), epoch))
+
+
+@pytest.fixture
+async def scripted(endpoint: str) -> AsyncIterator[ScriptedEngine]:
+    context = zmq.asyncio.Context()
+    yield ScriptedEngine(context, endpoint)
+    context.destroy(linger=0)
+
+
+async def keep_alive(engine: ScriptedEngine, epoch: int, work: Awaitable[None]) -> None:
+    async def beat() -> None:
+        while True:
+            await engine.say(*encode(Heartbeat(), epoch))
+            await asyncio.sleep(0.1)
+
+    beating = asyncio.create_task(beat())
+    try:
+        await work
+    finally:
+        beating.cancel()
+
+
+async def test_outputs_of_another_epoch_are_dropped_and_counted(client: EngineClient, scripted: ScriptedEngine) -> None:
+    async def work() -> None:
+        await client.wait_ready(20)
+        async with client.submit(request("r", [1])) as stream:
+            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [666])]), 41))
+            await scripted.say(*encode(EngineOutputs([RequestOutput("unknown", [5], finish_reason="stop")]), 42))
+            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [7], finish_reason="stop")]), 42))
+            assert (await collect(stream))[0] == [7]
+        assert client.drops.counts == {"stale_epoch": 1}
+
+    await scripted.welcome(42)
+    await keep_alive(scripted, 42, work())
+
+
+async def test_tokens_before_an_error_are_handed_over_first(client: EngineClient, scripted: ScriptedEngine) -> None:
+    async def work() -> None:
+        await client.wait_ready(20)
+        async with client.submit(request("r", [1])) as stream:
+            error = RequestError("overloaded", "too slow")
+            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [1, 2])]), 1))
+            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [], finish_reason="abort", error=error)]), 1))
+            await until(lambda: client.num_in_flight == 0)
+            assert (await anext(stream)).new_token_ids == [1, 2]
+            with pytest.raises(RequestRefusedError, match="too slow"):
+                await anext(stream)
+
+    await scripted.welcome(1)
+    await keep_alive(scripted, 1, work())
+
+
+async def test_thousands_of_malformed_messages_do_no_harm(client: EngineClient, scripted: ScriptedEngine) -> None:
+    async def work() -> None:
+        await client.wait_ready(20)
+        rng = random.Random(0)
+        good = encode(EngineOutputs([RequestOutput("x", [1, 2, 3])]), 1)
+        async with client.submit(request("r", [1])) as stream:
+            for n in range(3000):
+                frames = [bytearray(frame) for frame in good]
+                for _ in range(rng.randint(1, 4)):
+                    frames[1][rng.randrange(len(frames[1]))] = rng.randrange(256)
+                if n % 5 == 0:
+                    frames = [bytearray(rng.randbytes(rng.randrange(1, 40))) for _ in range(rng.randint(1, 4))]
+                await scripted.say(*frames)
+            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [7], finish_reason="stop")]), 1))
+            assert (await collect(stream))[0] == [7]
+        assert client.drops.counts["body"] > 1000 and client.drops.counts["header"] > 100
+
+    await scripted.welcome(1)
+    await keep_alive(scripted, 1, work())
+
+
+async def test_an_engine_of_another_version_is_down_with_the_reason(
+    client: EngineClient, scripted: ScriptedEngine
+) -> None:
+    scripted.identity, *_ = await scripted.router.recv_multipart()
+    await scripted.say(pack_header(9, version=PROTOCOL_VERSION + 1), b"\xc1 of another age")
+    await until(lambda: client.state == "down")
+    assert client.down_reason is not None and f"protocol {PROTOCOL_VERSION + 1}" in client.down_reason
+    assert client.drops.counts == {"version": 1}
+    with pytest.raises(EngineUnavailableError, match="protocol"):
+        client.submit(request("r", [1]))
+    # It keeps asking: the engine may be replaced by one that fits.
+    scripted.identity, *_ = await scripted.router.recv_multipart()
+    await scripted.say(*encode(Refused("not today"), 9))
+    await until(lambda: client.down_reason == "the engine refused the connection: not today")
+    await scripted.welcome(9)
+    await client.wait_ready(20)
+    assert client.state == "ready" and client.down_reason is None

@@ -1,0 +1,231 @@
+"""Whatever is wrong with a request: a 4xx in OpenAI's shape that names the field and says what was expected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend.prompt.tokenizer import ModelTokenizer
+from tests.frontend.live_app import live_app
+from tests.frontend.scripted_engine import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedEngine, says
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MAX_BODY_BYTES = 2 << 20
+
+
+@pytest.fixture(scope="module")
+def engine(chat_tokenizer: ModelTokenizer) -> ScriptedEngine:
+    return ScriptedEngine(says(chat_tokenizer.encode("fine", add_special_tokens=False).ids, finish_reason="length"))
+
+
+@pytest.fixture(scope="module")
+def http(engine: ScriptedEngine, chat_tokenizer: ModelTokenizer) -> Iterator[httpx.Client]:
+    with (
+        live_app(engine, chat_tokenizer, max_body_bytes=MAX_BODY_BYTES) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        yield client
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["message", "type", "param", "code"]
+    assert body["error"]["message"]
+    return body["error"]  # type: ignore[no-any-return]
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"} | fields]}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return message() | fields
+
+
+CASES = [
+    (CHAT, {}, "messages", "missing"),
+    (CHAT, {"messages": []}, "messages", "empty"),
+    (CHAT, {"messages": "hi"}, "messages", "array"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role", "missing"),
+    (CHAT, message(role=7), "messages[0].role", "`str`, got `int`"),
+    (CHAT, message(role="pirate"), "messages[0].role", "pirate"),
+    (CHAT, message(role="tool"), "messages[0].role", "not supported yet"),
+    (CHAT, message(content=None), "messages[0].content", "null"),
+    (CHAT, message(content=5), "messages[0].content", "got `int`"),
+    (CHAT, message(content=[{"type": "text"}]), "messages[0].content[0].text", "missing"),
+    (CHAT, message(content=[{"type": "smell", "smell": ""}]), "messages[0].content[0].type", "smell"),
+    (
+        CHAT,
+        message(content=[{"type": "text", "text": "see:"}, {"type": "image_url", "image_url": {"url": "data:,"}}]),
+        "messages[0].content[1]",
+        "not supported by this model",
+    ),
+    (CHAT, message(tool_calls=[{}], role="assistant"), "messages[0].tool_calls", "not supported yet"),
+    (CHAT, message(mood="good"), "messages[0].mood", "unrecognized"),
+    (CHAT, chat(moood=1), "moood", "unrecognized"),
+    (CHAT, chat(model=1), "model", "`str"),
+    (CHAT, chat(max_tokens=0), "max_tokens", "at least 1, got 0"),
+    (CHAT, chat(max_tokens=-5), "max_tokens", "-5"),
+    (CHAT, chat(max_tokens=MAX_MODEL_LEN + 1), "max_tokens", str(MAX_MODEL_LEN)),
+    (CHAT, chat(max_tokens=10**30), "max_tokens", ""),
+    (CHAT, chat(max_tokens="7"), "max_tokens", "got `str`"),
+    (CHAT, chat(max_tokens=1.5), "max_tokens", "got `float`"),
+    (CHAT, chat(max_completion_tokens=0), "max_completion_tokens", "at least 1, got 0"),
+    (CHAT, chat(max_completion_tokens=999), "max_completion_tokens", "999"),
+    (CHAT, chat(temperature=-0.1), "temperature", ">= 0"),
+    (CHAT, chat(temperature=2.1), "temperature", "<= 2"),
+    (CHAT, chat(temperature="hot"), "temperature", "got `str`"),
+    (CHAT, chat(top_p=0), "top_p", "> 0"),
+    (CHAT, chat(top_p=1.01), "top_p", "<= 1"),
+    (CHAT, chat(top_k=-2), "top_k", ">= -1"),
+    (CHAT, chat(seed=2**64), "seed", ""),
+    (CHAT, chat(stop=["x"] * 17), "stop", "17"),
+    (CHAT, chat(stop=""), "stop", "empty"),
+    (CHAT, chat(stop=[1]), "stop[0]", "got `int`"),
+    (CHAT, chat(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids", str(VOCAB_SIZE)),
+    (CHAT, chat(stop_token_ids=[-1]), "stop_token_ids[0]", ">= 0"),
+    (CHAT, chat(stream_options={"include_usage": True}), "stream_options", "stream"),
+    (CHAT, chat(stream=1), "stream", "`bool"),
+    (CHAT, chat(cache_salt=""), "cache_salt", "empty"),
+    (CHAT, chat(cache_salt="a/b"), "cache_salt", "/"),
+    (CHAT, chat(cache_salt="s" * 129), "cache_salt", "129"),
+    (CHAT, chat(n=2), "n", "not supported yet"),
+    (CHAT, chat(logprobs=True), "logprobs", "not supported yet"),
+    (CHAT, chat(top_logprobs=3), "top_logprobs", "not supported yet"),
+    (CHAT, chat(tools=[{"type": "function"}]), "tools", "not supported yet"),
+    (CHAT, chat(tool_choice="required"), "tool_choice", "not supported yet"),
+    (CHAT, chat(presence_penalty=0.5), "presence_penalty", "not supported yet"),
+    (CHAT, chat(frequency_penalty=-1), "frequency_penalty", "not supported yet"),
+    (CHAT, chat(logit_bias={"5": 1}), "logit_bias", "not supported yet"),
+    (CHAT, chat(response_format={"type": "json_object"}), "response_format", "json_object"),
+    (COMPLETION, {}, "prompt", "missing"),
+    (COMPLETION, {"prompt": None}, "prompt", "null"),
+    (COMPLETION, {"prompt": ""}, "prompt", "0 tokens"),
+    (COMPLETION, {"prompt": []}, "prompt", "empty"),
+    (COMPLETION, {"prompt": [[]]}, "prompt", "0 tokens"),
+    (COMPLETION, {"prompt": ["fine", ""]}, "prompt[1]", "0 tokens"),
+    (COMPLETION, {"prompt": [1, "x"]}, "prompt", "mixes"),
+    (COMPLETION, {"prompt": [1.5]}, "prompt[0]", "got `float`"),
+    (COMPLETION, {"prompt": [0, VOCAB_SIZE]}, "prompt", f"{VOCAB_SIZE} tokens"),
+    (COMPLETION, {"prompt": [[1], [VOCAB_SIZE + 5]]}, "prompt[1]", str(VOCAB_SIZE + 5)),
+    (COMPLETION, {"prompt": [-1]}, "prompt[0]", ">= 0"),
+    (COMPLETION, {"prompt": ["x"] * 1025}, "prompt", "1025"),
+    (COMPLETION, {"prompt": "x", "echo": True}, "echo", "not supported yet"),
+    (COMPLETION, {"prompt": "x", "best_of": 2}, "best_of", "not supported yet"),
+    (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", "not supported yet"),
+    (COMPLETION, {"prompt": "x", "logprobs": 1}, "logprobs", "not supported yet"),
+    (COMPLETION, {"prompt": "x", "messages": []}, "messages", "unrecognized"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "says_what"), CASES, ids=lambda value: str(value)[:60])
+def test_bad_fields(http: httpx.Client, path: str, body: dict[str, Any], param: str, says_what: str) -> None:
+    error = error_of(http.post(path, json=body))
+    assert error["param"] == param
+    assert says_what in error["message"]
+
+
+NEUTRAL = {
+    "n": 1, "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "auto", "presence_penalty": 0,
+    "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "user": "me", "store": False,
+    "service_tier": "auto", "parallel_tool_calls": True, "repetition_penalty": 1, "modalities": ["text"],
+}  # fmt: skip
+
+
+def test_values_that_change_nothing_pass(http: httpx.Client) -> None:
+    assert http.post(CHAT, json=chat(**NEUTRAL)).status_code == 200
+    assert http.post(CHAT, json=chat(**dict.fromkeys(NEUTRAL))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"messages": [{"role": "user", "content": "\xff"}]}',
+     b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"messages": NaN}',
+     b'{"messages": [], "tools": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"],
+    ids=lambda body: repr(body[:40]),
+)  # fmt: skip
+def test_bodies_that_are_no_request(http: httpx.Client, body: bytes) -> None:
+    error_of(http.post(CHAT, content=body))
+
+
+def test_a_body_that_is_too_large(http: httpx.Client) -> None:
+    error = error_of(http.post(CHAT, json=message(content="x" * MAX_BODY_BYTES)), 413)
+    assert str(MAX_BODY_BYTES) in error["message"]
+
+
+def test_unknown_paths_and_methods(http: httpx.Client) -> None:
+    error_of(http.get("/v2/chat"), 404)
+    response = http.put(CHAT, json={})
+    error_of(response, 405)
+    assert "POST" in response.headers["allow"]
+
+
+def test_a_prompt_of_a_megabyte(http: httpx.Client, chat_tokenizer: ModelTokenizer) -> None:
+    content = "It was a dark and stormy night. " * 32_000
+    error = error_of(http.post(CHAT, json=message(content=content)))
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    template = chat_tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    num_tokens = len(chat_tokenizer.encode(content, add_special_tokens=False)) + len(template)
+    assert str(num_tokens) in error["message"]
+    assert str(MAX_MODEL_LEN) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "status"), [(MAX_MODEL_LEN - 1, 200), (MAX_MODEL_LEN, 400), (MAX_MODEL_LEN + 1, 400)]
+)
+def test_prompts_about_as_long_as_the_context(http: httpx.Client, num_tokens: int, status: int) -> None:
+    response = http.post(COMPLETION, json={"prompt": [5] * num_tokens, "max_tokens": MAX_MODEL_LEN})
+    assert response.status_code == status
+    if status == 400:
+        error = error_of(response)
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+        assert f"{num_tokens} tokens" in error["message"]
+
+
+def test_a_template_that_refuses_the_messages(engine: ScriptedEngine, chat_tokenizer: ModelTokenizer) -> None:
+    def refuse(_: Any) -> str:
+        raise ValueError("roles must alternate")
+
+    assert chat_tokenizer.chat_template is not None
+    tokenizer = replace(chat_tokenizer, chat_template=replace(chat_tokenizer.chat_template, apply=refuse))
+    with live_app(engine, tokenizer) as url:
+        error = error_of(httpx.post(url + CHAT, json=message()))
+    assert error["param"] == "messages"
+    assert "roles must alternate" in error["message"]
+
+
+def test_health_tells_the_truth(http: httpx.Client, engine: ScriptedEngine) -> None:
+    assert http.get("/health").status_code == 200
+    engine.state, engine.down_reason = "down", "it said goodbye"
+    try:
+        response = http.get("/health")
+        error = http.post(CHAT, json=message())
+    finally:
+        engine.state, engine.down_reason = "ready", None
+    assert response.status_code == 503
+    assert (response.json()["status"], response.json()["reason"]) == ("down", "it said goodbye")
+    assert "it said goodbye" in error_of(error, 503)["message"]
+
+
+def test_the_documentation_is_complete_and_comes_from_here(http: httpx.Client) -> None:
+    page = http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "://" not in page.text
+    for asset in ("swagger-ui-bundle.js", "swagger-ui.css"):
+        assert f"/docs/assets/{asset}" in page.text
+        assert len(http.get(f"/docs/assets/{asset}").content) > 50_000
+    error_of(http.get("/docs/assets/..%2f__init__.py"), 404)
+    document = http.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.0.")
+    assert {CHAT, COMPLETION, "/v1/models", "/v1/models/{model_id}", "/health", "/version"} == set(document["paths"])
+    references = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
+    assert references <= set(document["components"]["schemas"])
+    assert '"null"' not in json.dumps(document)
+    assert http.get("/version").json()["version"] == document["info"]["version"]

@@ -1,0 +1,72 @@
+"""`foreword serve` as a person starts it: all its processes, a free port, its own log."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """`url` as printed for a person to paste."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def child(self, module: str) -> psutil.Process:
+        """The child process that runs `module`."""
+        (found,) = (p for p in psutil.Process(self.process.pid).children() if module in p.cmdline())
+        return found
+
+
+@contextmanager
+def foreword_serve(model_dir: Path, *flags: str) -> Iterator[Server]:
+    """Yields once the server says that it is ready; stops it with SIGTERM and checks that it goes quietly."""
+    command = "from frontend.cli import main; main()"
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", command, "serve", str(model_dir), "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        overdue = threading.Timer(START_TIMEOUT_S, process.kill)
+        overdue.start()
+        try:
+            yield Server(_url_to_paste(process, log), process)
+            overdue.cancel()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(STOP_TIMEOUT_S) == 0
+        finally:
+            overdue.cancel()
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _url_to_paste(process: subprocess.Popen[str], log: object) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if match := re.match(r"curl (http://[^/]+)/v1/", line):
+            return match[1]
+    raise AssertionError(f"the server ended before it was ready:\n{_text(log)}")
+
+
+def _text(log: object) -> str:
+    log.seek(0)  # type: ignore[attr-defined]
+    return log.read()  # type: ignore[attr-defined, no-any-return]
