@@ -66,14 +66,8 @@ def test_preempted(name: str, model_directory: GetDirectory, references: GetRefe
     check_preempted(model_directory(name), references(name))
 
 
-@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("chunk_size", [pytest.param(1, marks=pytest.mark.slow), *CHUNK_SIZES[1:]])
 def test_smollm2_chunked_and_cached(chunk_size: int, model_directory: GetDirectory, references: GetReferences) -> None:
-    check_chunked_and_cached(model_directory("smollm2"), references("smollm2"), chunk_size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk_size", [1, 15, 17])
-def test_smollm2_in_other_chunks(chunk_size: int, model_directory: GetDirectory, references: GetReferences) -> None:
     check_chunked_and_cached(model_directory("smollm2"), references("smollm2"), chunk_size)
 
 
