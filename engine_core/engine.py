@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import secrets
 import time
 from collections.abc import Iterable
 
 from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError, RequestOutput
 
+from .checks import check_config, check_request
 from .config import EngineConfig
-from .errors import InvalidConfigError, InvalidRequestError
+from .errors import InvalidRequestError
 from .kv_cache import BlockHasher, KVCacheManager
 from .request import Request
 from .runner import ModelInfo, Runner
@@ -31,6 +31,10 @@ class EngineCore:
     Args:
         config: see `EngineConfig`.
         runner: what computes the steps; default: `config.model`, loaded here.
+
+    Attributes:
+        capabilities: what a caller may ask of this engine.
+        num_consecutive_failed_steps: 0 after a step that ran; a device that fails again and again does not recover.
 
     Raises:
         InvalidConfigError: a setting is impossible; the message names it and the true numbers.
@@ -81,6 +85,7 @@ class EngineCore:
             num_watermark_blocks=int(config.watermark * info.num_blocks),
         )
         self._num_failed_steps = 0
+        self.num_consecutive_failed_steps = 0
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -138,6 +143,7 @@ class EngineCore:
             sampled_token_ids = self.runner.execute(step.scheduled)
         except Exception as error:
             self._num_failed_steps += 1
+            self.num_consecutive_failed_steps += 1
             logger.exception("step_failed requests=%d tokens=%d", len(step.scheduled), step.num_tokens)
             reason = RequestError("internal", f"the model failed in this step: {type(error).__name__}: {error}")
             return EngineOutputs(
@@ -146,6 +152,7 @@ class EngineCore:
                     for request in self._scheduler.withdraw(step)
                 ]
             )
+        self.num_consecutive_failed_steps = 0
         return EngineOutputs(self._scheduler.update(step, sampled_token_ids))
 
     def has_unfinished_requests(self) -> bool:
@@ -193,77 +200,3 @@ def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:
             step_tokens,
         )
     return usable
-
-
-def check_config(config: EngineConfig) -> None:
-    """Refuse settings that contradict themselves.
-
-    Raises:
-        InvalidConfigError: naming the setting.
-    """
-    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
-        if getattr(config, name) < 1:
-            raise InvalidConfigError(f"{name}: must be at least 1, is {getattr(config, name)}")
-    for name in ("max_model_len", "num_blocks", "kv_cache_memory_bytes", "num_threads"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise InvalidConfigError(f"{name}: must be at least 1, is {value}")
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise InvalidConfigError(
-            f"max_num_batched_tokens: {config.max_num_batched_tokens} gives some of max_num_seqs={config.max_num_seqs}"
-            " running requests no token in a step; it must be at least max_num_seqs"
-        )
-    if config.long_prefill_token_threshold < 0:
-        raise InvalidConfigError(f"long_prefill_token_threshold: {config.long_prefill_token_threshold} is negative")
-    if config.long_prefill_token_threshold and not config.enable_chunked_prefill:
-        raise InvalidConfigError("long_prefill_token_threshold: needs enable_chunked_prefill")
-    if not 0 <= config.watermark < 1:
-        raise InvalidConfigError(f"watermark: a share of the pool in [0, 1), is {config.watermark}")
-    if not 0 < config.gpu_memory_utilization <= 1:
-        raise InvalidConfigError(
-            f"gpu_memory_utilization: a share of the memory in (0, 1], is {config.gpu_memory_utilization}"
-        )
-
-
-def check_request(request: EngineRequest, capabilities: EngineCapabilities) -> None:
-    """Refuse what could never run, or would break a step for others.
-
-    Raises:
-        InvalidRequestError: naming the field and the true numbers.
-    """
-    token_ids = request.prompt_token_ids
-    if not token_ids:
-        raise InvalidRequestError("prompt_token_ids: a prompt has at least one token", "prompt_token_ids")
-    if len(token_ids) >= capabilities.max_model_len:
-        pool_tokens = capabilities.num_blocks * capabilities.block_size
-        raise InvalidRequestError(
-            f"prompt_token_ids: the prompt has {len(token_ids)} tokens; prompt and output together may have"
-            f" {capabilities.max_model_len}, at least one of them output (the KV pool holds {pool_tokens})",
-            "prompt_token_ids",
-        )
-    lowest, highest = min(token_ids), max(token_ids)
-    if lowest < 0 or highest >= capabilities.vocab_size:
-        raise InvalidRequestError(
-            f"prompt_token_ids: token id {lowest if lowest < 0 else highest} is outside the vocabulary,"
-            f" 0 … {capabilities.vocab_size - 1}",
-            "prompt_token_ids",
-        )
-    for index, span in enumerate(request.extra_key_spans):
-        if span.start < 0 or (span.end is not None and span.end <= span.start):
-            raise InvalidRequestError(
-                f"extra_key_spans[{index}]: [{span.start}, {span.end}) is no range of token positions",
-                "extra_key_spans",
-            )
-    params = request.sampling_params
-    if params.max_tokens is not None and not 1 <= params.max_tokens <= capabilities.max_model_len:
-        raise InvalidRequestError(
-            f"max_tokens: must be in 1 … {capabilities.max_model_len}, is {params.max_tokens}", "max_tokens"
-        )
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise InvalidRequestError(f"temperature: must be finite and at least 0, is {params.temperature}", "temperature")
-    if not 0 < params.top_p <= 1:
-        raise InvalidRequestError(f"top_p: must be in (0, 1], is {params.top_p}", "top_p")
-    if params.top_k < 0:
-        raise InvalidRequestError(f"top_k: must be at least 0 (off), is {params.top_k}", "top_k")
-    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
-        raise InvalidRequestError(f"seed: must be a signed 64-bit integer, is {params.seed}", "seed")

@@ -38,7 +38,7 @@ class Scheduler:
 
     Every request added fits the pool alone (`EngineCore` refuses others), so whenever requests are unfinished,
     `schedule` returns a step that computes at least one token. The cost of a step grows with what is scheduled, not
-    with what waits or is cached.
+    with how many wait or how much is cached; only the first in the queue is looked up again while it finds no room.
 
     Args:
         kv: block tables and prefix cache.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol
@@ -53,18 +54,19 @@ class FCFSQueue:
 
 
 class PriorityQueue:
-    """Lowest priority value first, then by arrival, then by id. O(log n) per operation, amortized.
+    """Lowest priority value first, then by arrival, then as added. O(log n) per operation, amortized.
 
     Removed requests stay in the heap, marked, until they surface or outnumber the live ones.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, float, str, Request]] = []
+        self._heap: list[tuple[int, float, int, Request]] = []
+        self._serial = itertools.count()
         self._live: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
         self._live[request.request_id] = request
-        heapq.heappush(self._heap, (request.priority, request.arrival_time_s, request.request_id, request))
+        heapq.heappush(self._heap, (request.priority, request.arrival_time_s, next(self._serial), request))
 
     put_back = add
 
@@ -85,8 +87,8 @@ class PriorityQueue:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
 
-    def _is_live(self, entry: tuple[int, float, str, Request]) -> bool:
-        return self._live.get(entry[2]) is entry[3]
+    def _is_live(self, entry: tuple[int, float, int, Request]) -> bool:
+        return self._live.get(entry[-1].request_id) is entry[-1]
 
     def __len__(self) -> int:
         return len(self._live)

@@ -194,6 +194,16 @@ class TestPreemption:
             engine.add_request(make_request(range(5), 1, name, priority=priority))
         assert list(run(engine)) == ["a", "b", "c"]
 
+    def test_an_id_and_arrival_time_may_come_again_after_an_abort(self):
+        engine = make_engine(max_num_seqs=1, scheduling_policy="priority")
+        request = make_request(range(5), 1, "again", arrival_time_s=1.0)
+        for _ in range(2):
+            engine.add_request(request)
+            engine.add_request(make_request(range(5), 1, arrival_time_s=1.0))
+            engine.abort_requests(["again"])
+        engine.add_request(request)
+        assert list(run(engine))[-1] == "again"
+
     def test_a_victim_scheduled_in_this_step_is_withdrawn_from_it(self):
         """The victim fills a block in this very step; nobody may find that block, since it is never computed."""
         engine = make_engine(6, scheduling_policy="priority")
@@ -262,6 +272,16 @@ class TestEnding:
         assert tokens_of(outputs["later"]) == expected_output(range(10), 3, VOCAB)
         assert outputs["later"][0].num_cached_tokens == 0
         assert engine.stats().failed_steps == 1
+
+    def test_failures_in_a_row_are_counted(self):
+        engine = make_engine()
+        for _ in range(2):
+            engine.add_request(make_request(range(10)))
+            engine.runner.fail_next = True
+            engine.step()
+        assert engine.num_consecutive_failed_steps == 2
+        complete(engine, range(10))
+        assert engine.num_consecutive_failed_steps == 0
 
     def test_a_failed_decode_keeps_what_earlier_steps_computed(self):
         engine = make_engine()
@@ -333,6 +353,16 @@ class TestRefusals:
             ({"sampling": {"seed": 2**63}}, "seed", "64-bit"),
             ({"extra_key_spans": (ExtraKeySpan(3, 3, "mm", "x"),)}, "extra_key_spans", r"\[3, 3\)"),
             ({"extra_key_spans": (ExtraKeySpan(-1, 3, "mm", "x"),)}, "extra_key_spans", r"\[-1, 3\)"),
+            (
+                {"extra_key_spans": (ExtraKeySpan(60, 61, "k" * 256, "x"),)},
+                "extra_key_spans",
+                "kind: has 256 bytes.*255",
+            ),
+            ({"extra_key_spans": (ExtraKeySpan(60, 61, "mm", b"x" * 5000),)}, "extra_key_spans", "key: has 5000 bytes"),
+            ({"extra_key_spans": (ExtraKeySpan(60, 61, "mm", "\ud800"),)}, "extra_key_spans", "key: is not valid"),
+            ({"extra_key_spans": (ExtraKeySpan(0, None, "mm", "x"),) * 17}, "extra_key_spans", "17 spans.*1088"),
+            ({"sampling": {"top_k": 2**63}}, "top_k", "9223372036854775808"),
+            ({"arrival_time_s": float("nan")}, "arrival_time_s", "nan"),
         ],
     )
     def test_an_impossible_request_is_refused_by_field_and_number(self, fields: dict, param: str, numbers: str):

@@ -1,0 +1,134 @@
+"""The gate: what an engine refuses before it can trouble anybody.
+
+`check_request` bounds everything that later code hashes, packs or turns into a tensor, so that nothing a request
+contains can fail inside a step, where it would end its batch mates' requests too.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ipc.messages import EngineCapabilities, EngineRequest, ExtraKeySpan, SamplingParams
+
+from .config import EngineConfig
+from .errors import InvalidConfigError, InvalidRequestError
+
+MAX_KIND_BYTES = 255
+MAX_KEY_BYTES = 4096
+# Spans over one position: images, an adapter, a salt, prompt embeddings, and some of the embedder's own.
+MAX_SPANS_PER_TOKEN = 16
+MAX_INT32 = 2**31 - 1
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuse settings that contradict themselves.
+
+    Raises:
+        InvalidConfigError: naming the setting.
+    """
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if getattr(config, name) < 1:
+            raise InvalidConfigError(f"{name}: must be at least 1, is {getattr(config, name)}")
+    for name in ("max_model_len", "num_blocks", "kv_cache_memory_bytes", "num_threads"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise InvalidConfigError(f"{name}: must be at least 1, is {value}")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise InvalidConfigError(
+            f"max_num_batched_tokens: {config.max_num_batched_tokens} gives some of max_num_seqs={config.max_num_seqs}"
+            " running requests no token in a step; it must be at least max_num_seqs"
+        )
+    if config.long_prefill_token_threshold < 0:
+        raise InvalidConfigError(f"long_prefill_token_threshold: {config.long_prefill_token_threshold} is negative")
+    if config.long_prefill_token_threshold and not config.enable_chunked_prefill:
+        raise InvalidConfigError("long_prefill_token_threshold: needs enable_chunked_prefill")
+    if not 0 <= config.watermark < 1:
+        raise InvalidConfigError(f"watermark: a share of the pool in [0, 1), is {config.watermark}")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise InvalidConfigError(
+            f"gpu_memory_utilization: a share of the memory in (0, 1], is {config.gpu_memory_utilization}"
+        )
+
+
+def check_request(request: EngineRequest, capabilities: EngineCapabilities) -> None:
+    """Refuse what could never run, or would break a step for others.
+
+    Raises:
+        InvalidRequestError: naming the field and the true numbers.
+    """
+    _check_prompt(request.prompt_token_ids, capabilities)
+    _check_spans(request.extra_key_spans, capabilities.max_model_len)
+    _check_sampling(request.sampling_params, capabilities)
+    if request.arrival_time_s is not None and not math.isfinite(request.arrival_time_s):
+        raise InvalidRequestError(f"arrival_time_s: must be finite, is {request.arrival_time_s}", "arrival_time_s")
+
+
+def _check_prompt(token_ids: list[int], capabilities: EngineCapabilities) -> None:
+    if not token_ids:
+        raise InvalidRequestError("prompt_token_ids: a prompt has at least one token", "prompt_token_ids")
+    if len(token_ids) >= capabilities.max_model_len:
+        pool_tokens = capabilities.num_blocks * capabilities.block_size
+        raise InvalidRequestError(
+            f"prompt_token_ids: the prompt has {len(token_ids)} tokens; prompt and output together may have"
+            f" {capabilities.max_model_len}, at least one of them output (the KV pool holds {pool_tokens})",
+            "prompt_token_ids",
+        )
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= capabilities.vocab_size:
+        raise InvalidRequestError(
+            f"prompt_token_ids: token id {lowest if lowest < 0 else highest} is outside the vocabulary,"
+            f" 0 … {capabilities.vocab_size - 1}",
+            "prompt_token_ids",
+        )
+
+
+def _check_spans(spans: tuple[ExtraKeySpan, ...], max_model_len: int) -> None:
+    num_covered = 0
+    for index, span in enumerate(spans):
+        name = f"extra_key_spans[{index}]"
+        if span.start < 0 or (span.end is not None and span.end <= span.start):
+            raise InvalidRequestError(
+                f"{name}: [{span.start}, {span.end}) is no range of token positions", "extra_key_spans"
+            )
+        for part, value, limit_bytes in (
+            ("kind", span.kind, MAX_KIND_BYTES),
+            ("key", span.key, MAX_KEY_BYTES),
+            ("label", span.label, MAX_KEY_BYTES),
+        ):
+            num_bytes = _num_bytes(value)
+            if num_bytes is None:
+                raise InvalidRequestError(f"{name}.{part}: is not valid Unicode", "extra_key_spans")
+            if num_bytes > limit_bytes:
+                raise InvalidRequestError(
+                    f"{name}.{part}: has {num_bytes} bytes, at most {limit_bytes} are allowed", "extra_key_spans"
+                )
+        num_covered += max(1, min(max_model_len, span.end or max_model_len) - span.start)
+    if num_covered > MAX_SPANS_PER_TOKEN * max_model_len:
+        raise InvalidRequestError(
+            f"extra_key_spans: {len(spans)} spans cover {num_covered} positions, at most"
+            f" {MAX_SPANS_PER_TOKEN} × {max_model_len} are allowed",
+            "extra_key_spans",
+        )
+
+
+def _num_bytes(value: str | bytes) -> int | None:
+    """None for text that has no UTF-8 form (lone surrogates)."""
+    try:
+        return len(value.encode() if isinstance(value, str) else value)
+    except UnicodeEncodeError:
+        return None
+
+
+def _check_sampling(params: SamplingParams, capabilities: EngineCapabilities) -> None:
+    if params.max_tokens is not None and not 1 <= params.max_tokens <= capabilities.max_model_len:
+        raise InvalidRequestError(
+            f"max_tokens: must be in 1 … {capabilities.max_model_len}, is {params.max_tokens}", "max_tokens"
+        )
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise InvalidRequestError(f"temperature: must be finite and at least 0, is {params.temperature}", "temperature")
+    if not 0 < params.top_p <= 1:
+        raise InvalidRequestError(f"top_p: must be in (0, 1], is {params.top_p}", "top_p")
+    if not 0 <= params.top_k <= MAX_INT32:
+        raise InvalidRequestError(f"top_k: must be in 0 (off) … {MAX_INT32}, is {params.top_k}", "top_k")
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise InvalidRequestError(f"seed: must be a signed 64-bit integer, is {params.seed}", "seed")
