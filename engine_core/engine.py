@@ -12,7 +12,7 @@ from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, Reque
 
 from .checks import check_config, check_request
 from .config import EngineConfig
-from .errors import InvalidRequestError
+from .errors import InvalidConfigError, InvalidRequestError
 from .kv_cache import BlockHasher, KVCacheManager
 from .request import Request
 from .runner import ModelInfo, Runner
@@ -186,11 +186,20 @@ class EngineCore:
 
 
 def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:
-    """Most tokens of one request: what was asked for or the model's context, as far as pool and step can hold it."""
+    """Most tokens of one request: what was asked for or the model's context, as far as pool and step can hold it.
+
+    Raises:
+        InvalidConfigError: that is not even one token of prompt and one of output.
+    """
     wanted = config.max_model_len or info.max_model_len
     pool_tokens = info.num_blocks * config.block_size
     step_tokens = wanted if config.enable_chunked_prefill else config.max_num_batched_tokens
     usable = min(wanted, pool_tokens, step_tokens)
+    if usable < 2:
+        raise InvalidConfigError(
+            f"max_model_len: at most {usable} tokens per request (wanted {wanted}, the KV pool of {info.num_blocks}"
+            f" blocks holds {pool_tokens}, a step {step_tokens}); a prompt and its first output need 2"
+        )
     if usable < wanted:
         logger.warning(
             "max_model_len_capped wanted=%d usable=%d pool_tokens=%d step_tokens=%d",

@@ -398,6 +398,13 @@ class TestRefusals:
         run(engine)
         assert complete(engine, range(3), 1, request_id="a")
 
+    @pytest.mark.parametrize("settings", [{"max_model_len": 1}, {"num_blocks": 1, "block_size": 1}], ids=str)
+    def test_an_engine_that_could_serve_no_request_is_not_made(self, settings: dict):
+        block_size = settings.get("block_size", B)
+        runner = CheckingRunner(settings.get("num_blocks", 8), block_size)
+        with pytest.raises(InvalidConfigError, match="at most 1 tokens per request"):
+            EngineCore(EngineConfig(**settings), runner)
+
     @pytest.mark.parametrize(
         "settings",
         [

@@ -30,7 +30,7 @@ class Workload:
             block_size=block_size,
             max_model_len=rng.choice([None, 24, 60]),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + rng.randint(0, 40),
+            max_num_batched_tokens=max_num_seqs + rng.randint(1, 40),
             scheduling_policy=policy,
             enable_chunked_prefill=rng.random() < 0.8,
             reserve_full_sequence=rng.random() < 0.5,
