@@ -17,6 +17,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
 
     Args:
         model: a local transformers directory (what `resolve_model` returns).
+        model_name: what to call the model in logs and capabilities; default the directory's name.
         dtype: of weights and activations; `auto` is bfloat16 where the device computes in it, else float32.
         device: `auto` is CUDA where there is one, else the CPU.
         max_model_len: most tokens of one request; default what the model was made for.
@@ -41,6 +42,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     """
 
     model: str = ""
+    model_name: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     max_model_len: int | None = None

@@ -5,6 +5,10 @@ takes. The engine loop hears of it only through a queue of commands, and never w
 
 What cannot be sent waits in a bounded backlog per frontend. When that is full the frontend's requests are
 aborted, and after everything that waited it is told so: no token disappears without a word.
+
+A message that cannot be read may have been a request somebody waits for. So it is counted and, if it came from a
+known frontend, ends that session: its requests are aborted and it is told goodbye, upon which it fails them and starts
+anew. From strangers such messages are only counted. Either way every other frontend goes on as before.
 """
 
 from __future__ import annotations
@@ -44,17 +48,21 @@ from ipc.messages import (
     RequestOutput,
     Welcome,
 )
-from ipc.sockets import QUEUE_MESSAGES, bind_router
+from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
 
 from .errors import InvalidRequestError
 from .request import Request
 
 logger = logging.getLogger(__name__)
 
-# Sending goes on between the messages of a flood.
-_MESSAGES_PER_TURN = 256
+# Decoding, checking and hashing one long prompt takes tens of milliseconds: a turn of receiving is bounded by time.
+_RECEIVE_TURN_S = 0.02
 # A ROUTER cannot tell when one particular peer can be written to again, so a backlog is retried.
 _BACKLOG_RETRY_S = 0.005
+_MAX_REQUEST_ID_BYTES = 256
+# So many that each fits a message, whatever the ids: a frontend may have any number of requests.
+_REFUSALS_PER_MESSAGE = 1024
+_MAX_REASON_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ class _Frontend:
     identity: bytes
     last_heard_s: float
     engine_ids: dict[str, str] = field(default_factory=dict)
-    backlog: deque[EngineOutputs] = field(default_factory=deque)
+    backlog: deque[EngineMessage] = field(default_factory=deque)
 
 
 class FrontendLink:
@@ -185,14 +193,19 @@ class FrontendLink:
         return max(0, round(wait_s * 1000))
 
     def _receive(self) -> None:
-        for _ in range(_MESSAGES_PER_TURN):
+        """Take what has arrived, one message at least; stop when there is something to send, or the turn is over."""
+        turn_ends_s = min(time.monotonic() + _RECEIVE_TURN_S, self._next_beat_s)
+        while True:
             try:
                 identity, *frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
             self._take(identity.bytes, [frame.buffer for frame in frames])
+            if self._outbox or time.monotonic() >= turn_ends_s:
+                return
 
     def _take(self, identity: bytes, frames: list[memoryview]) -> None:
+        frontend = self._frontends.get(identity)
         try:
             epoch, message = self._decoder.decode(frames)
         except WireError as error:
@@ -201,14 +214,15 @@ class FrontendLink:
                 version = read_header(frames).version
                 reason = f"the engine speaks protocol {PROTOCOL_VERSION}, the frontend {version}"
                 self._send(identity, Refused(reason))
+            if frontend is not None:
+                self._end(frontend, "unreadable_message")
             return
         if isinstance(message, Hello):
-            self._greet(identity)
+            self._greet(identity, frontend)
             return
         if epoch != self.epoch:
             self.drops.add("stale_epoch", f"message of epoch {epoch}, the engine's is {self.epoch}")
             return
-        frontend = self._frontends.get(identity)
         if frontend is None:
             # It was given up while it was silent and does not know yet.
             self.drops.add("no_session", type(message).__name__)
@@ -222,20 +236,25 @@ class FrontendLink:
         elif isinstance(message, Goodbye):
             self._forget(frontend, "goodbye")
 
-    def _greet(self, identity: bytes) -> None:
-        frontend = self._frontends.get(identity)
+    def _greet(self, identity: bytes, frontend: _Frontend | None) -> None:
         if frontend is None:
             frontend = self._frontends[identity] = _Frontend(identity, time.monotonic())
-            logger.info("frontend_joined frontend=%s", identity.hex())
+            logger.info("frontend_joined frontend=%s", peer_name(identity))
         else:
-            # A frontend that starts anew has no use for what it had in flight.
+            # A frontend that starts anew has no use for what it had in flight, nor for what waits for it.
             self._abort(frontend, list(frontend.engine_ids))
-        self._send(identity, Welcome(self._capabilities))
+            frontend.backlog.clear()
+            frontend.last_heard_s = time.monotonic()
+        self._enqueue(frontend, Welcome(self._capabilities))
 
     def _add(self, frontend: _Frontend, request: EngineRequest) -> None:
         own_id = request.request_id
+        if (num_bytes := len(own_id.encode())) > _MAX_REQUEST_ID_BYTES:
+            message = f"request_id: has {num_bytes} bytes, at most {_MAX_REQUEST_ID_BYTES} are allowed"
+            self._refuse(frontend, own_id, RequestError("invalid", message, "request_id"))
+            return
         if own_id in frontend.engine_ids:
-            message = f"request_id: {own_id!r} belongs to an unfinished request"
+            message = "request_id: belongs to an unfinished request"
             self._refuse(frontend, own_id, RequestError("invalid", message, "request_id"))
             return
         if len(frontend.backlog) >= self._settings.max_backlog_messages:
@@ -250,7 +269,7 @@ class FrontendLink:
         except Exception as error:
             logger.exception("prepare_failed request_id=%r", own_id)
             message = f"the request could not be prepared: {type(error).__name__}: {error}"
-            self._refuse(frontend, own_id, RequestError("internal", message))
+            self._refuse(frontend, own_id, RequestError("internal", message[:_MAX_REASON_CHARS]))
             return
         frontend.engine_ids[own_id] = engine_id
         self._requests[engine_id] = (frontend, own_id)
@@ -268,12 +287,17 @@ class FrontendLink:
             return
         logger.info(
             "frontend_left frontend=%s reason=%s dropped_requests=%d",
-            frontend.identity.hex(),
+            peer_name(frontend.identity),
             reason,
             len(frontend.engine_ids),
         )
         self._abort(frontend, list(frontend.engine_ids))
         frontend.backlog.clear()
+
+    def _end(self, frontend: _Frontend, reason: str) -> None:
+        """Give the session up and say so: now if possible, else in answer to the frontend's next message."""
+        self._forget(frontend, reason)
+        self._send(frontend.identity, Goodbye())
 
     def _refuse(self, frontend: _Frontend, own_id: str, error: RequestError) -> None:
         self._enqueue(frontend, EngineOutputs([RequestOutput(own_id, [], finish_reason="error", error=error)]))
@@ -300,27 +324,27 @@ class FrontendLink:
         for frontend, share in shares.items():
             self._enqueue(frontend, EngineOutputs(share))
 
-    def _enqueue(self, frontend: _Frontend, outputs: EngineOutputs) -> None:
-        if not frontend.backlog and self._send(frontend.identity, outputs):
+    def _enqueue(self, frontend: _Frontend, message: EngineMessage) -> None:
+        if not frontend.backlog and self._send(frontend.identity, message):
             return
         if frontend.identity not in self._frontends:
             return
-        frontend.backlog.append(outputs)
+        frontend.backlog.append(message)
         limit = self._settings.max_backlog_messages
         if len(frontend.backlog) >= limit and frontend.engine_ids:
             own_ids = list(frontend.engine_ids)
-            logger.warning("frontend_overflow frontend=%s aborted=%d", frontend.identity.hex(), len(own_ids))
+            logger.warning("frontend_overflow frontend=%s aborted=%d", peer_name(frontend.identity), len(own_ids))
             self._abort(frontend, own_ids)
             error = _not_reading(self._settings)
-            frontend.backlog.append(
-                EngineOutputs([RequestOutput(own_id, [], finish_reason="abort", error=error) for own_id in own_ids])
-            )
+            outputs = [RequestOutput(own_id, [], finish_reason="abort", error=error) for own_id in own_ids]
+            for start in range(0, len(outputs), _REFUSALS_PER_MESSAGE):
+                frontend.backlog.append(EngineOutputs(outputs[start : start + _REFUSALS_PER_MESSAGE]))
         elif len(frontend.backlog) > 2 * limit:
             # It sends and sends, and reads nothing: not even refusals can be kept for it.
-            self._forget(frontend, "overflow")
+            self._end(frontend, "overflow")
 
     def _send(self, identity: bytes, message: EngineMessage) -> bool:
-        """False if the peer's queue is full. A peer that is gone is forgotten."""
+        """False if the peer's queue is full. A peer that is gone is forgotten; one whose message is too large, too."""
         try:
             self._router.send_multipart([identity, *encode(message, self.epoch)], zmq.DONTWAIT, copy=False)
         except zmq.Again:
@@ -330,6 +354,11 @@ class FrontendLink:
                 raise
             if (frontend := self._frontends.get(identity)) is not None:
                 self._forget(frontend, "disconnected")
+            return False
+        except WireError as error:
+            logger.error("message_unsendable frontend=%s reason=%.200r", peer_name(identity), str(error))
+            if (frontend := self._frontends.get(identity)) is not None:
+                self._end(frontend, "unsendable_message")
             return False
         return True
 
@@ -345,9 +374,9 @@ class FrontendLink:
                 # It was this process that slept; their heartbeats may be waiting in the socket.
                 frontend.last_heard_s = min(frontend.last_heard_s + late_s, now_s)
             if now_s - frontend.last_heard_s > self._settings.frontend_timeout_s:
-                self._forget(frontend, "silent")
-                self._send(frontend.identity, Goodbye())
-            else:
+                self._end(frontend, "silent")
+            elif not frontend.backlog:
+                # What waits is as good a sign of life, and a heartbeat must not overtake a welcome.
                 self._send(frontend.identity, Heartbeat())
 
 

@@ -3,7 +3,8 @@
     python -m engine_core.server --endpoint ipc:///run/user/1000/foreword-x/engine.sock --config '{"model": …}'
 
 Two threads: `FrontendLink` talks to frontends, the main thread steps the engine. Idle, both sleep until something
-arrives. Exits 0 on SIGTERM and SIGINT, 78 if it cannot start as configured, 1 on anything else.
+arrives. Exits 0 on SIGTERM and SIGINT, 78 if it cannot start as configured, 1 on anything else, among it a model that
+fails step after step: a device in such a state does not recover, a new process may.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from .engine import EngineCore
 
 logger = logging.getLogger(__name__)
+
+_MAX_CONSECUTIVE_FAILED_STEPS = 3
 
 
 class EngineCoreServer:
@@ -70,6 +73,9 @@ class EngineCoreServer:
                 self._obey(command)
             if self.engine.has_unfinished_requests():
                 self.link.publish(self.engine.step())
+                if self.engine.num_consecutive_failed_steps >= _MAX_CONSECUTIVE_FAILED_STEPS:
+                    logger.error("engine_gives_up consecutive_failed_steps=%d", _MAX_CONSECUTIVE_FAILED_STEPS)
+                    return 1
 
     def _waiting_commands(self) -> Iterator[Command]:
         if not self.engine.has_unfinished_requests():
@@ -92,7 +98,7 @@ def run_process(build_engine: Callable[[], EngineCore], endpoint: str, settings:
         level=logging.INFO,
         format=f"%(asctime)s engine[{os.getpid()}] %(levelname)s %(message)s",
     )
-    exit_with_supervisor()
+    exit_with_supervisor(endpoint)
     # While loading there is nobody to say goodbye to.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     started_s = time.monotonic()

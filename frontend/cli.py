@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from engine_core import EngineConfig, ModelNotFoundError, resolve_model
+from engine_core import EngineConfig, ModelNotFoundError, ResolvedModel, resolve_model
 from engine_core.config import FreeOrder, FullPromptHit, HashAlgo, SchedulingPolicy
 from ipc.sockets import make_private_directory
 
+from .cli_help import PanelledCommand
 from .http_config import DEFAULT_MAX_BODY_BYTES, HttpConfig, child_argv, listen
 from .launch import ChildSpec, engine_child, supervise
 from .sizes import parse_size
@@ -68,19 +71,27 @@ def _size(text: str | int) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-@app.command()
+def _check_names(names: list[str] | None) -> list[str] | None:
+    if names and not all(name.strip() for name in names):
+        raise typer.BadParameter("a name must not be empty")
+    return names
+
+
+@app.command(cls=PanelledCommand)
 def serve(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A built-in's name, a transformers directory, a [bold].gguf[/] file or a hub id.", show_default=True
-        ),
+        typer.Argument(help="A built-in's name, a transformers directory, a .gguf file or a hub id."),
     ] = "smollm2",
     host: Annotated[str, _option(_HTTP, "Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, _option(_HTTP, "Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
         list[str] | None,
-        _option(_HTTP, "Name clients call the model by; repeat for several. Default: the model's own."),
+        _option(
+            _HTTP,
+            "Name clients call the model by; repeat for several. Default: the model's own.",
+            callback=_check_names,
+        ),
     ] = None,
     max_body_bytes: Annotated[
         int, _option(_HTTP, "Largest request body, for instance 32MiB.", parser=_size, metavar="SIZE")
@@ -155,7 +166,7 @@ def serve(
     ] = _ENGINE.full_prompt_hit,
     free_order: Annotated[FreeOrder, _option(_CACHE, "Where freed blocks go in the free queue.")] = _ENGINE.free_order,
 ) -> None:
-    """Serve [bold]MODEL[/] at http://127.0.0.1:8000 until Ctrl-C.
+    """Serve MODEL at http://127.0.0.1:8000 until Ctrl-C.
 
     Without MODEL, the built-in SmolLM2-135M-Instruct is served.
     """
@@ -164,13 +175,14 @@ def serve(
         stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s serve[{os.getpid()}] %(levelname)s %(message)s"
     )
     _check_listenable(host, port)
+    _exit_on_signals()
     try:
         resolved = resolve_model(model)
     except ModelNotFoundError as error:
         _fail(str(error))
     engine_settings = {name: settings[name] for name in EngineConfig.__struct_fields__ if name in settings}
-    engine_config = EngineConfig(**(engine_settings | {"model": str(resolved.path)}))
-    names = tuple(served_model_name or dict.fromkeys((resolved.name, model)))
+    names = tuple(served_model_name or _own_names(model, resolved))
+    engine_config = EngineConfig(**engine_settings | {"model": str(resolved.path), "model_name": names[0]})
     sockets = make_private_directory()
     try:
         exit_code = _serve(engine_config, sockets, model_names=names, http_settings=settings)
@@ -190,6 +202,21 @@ def _serve(
         **{name: http_settings[name] for name in ("host", "port", "max_body_bytes", "num_prompt_threads")},
     )
     return supervise([engine_child(engine_config, endpoint), ChildSpec("http", child_argv(http_config))])
+
+
+def _own_names(model: str, resolved: ResolvedModel) -> tuple[str, ...]:
+    """The model's name, and what it was asked for by, unless that is merely where its file lies."""
+    return (resolved.name,) if Path(model).expanduser().is_file() else tuple(dict.fromkeys((resolved.name, model)))
+
+
+def _exit_on_signals() -> None:
+    """Until the supervisor has handlers of its own, let a signal unwind the stack, so that what was begun is undone."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
 
 
 def _check_listenable(host: str, port: int) -> None:

@@ -101,7 +101,7 @@ class _TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id) or ""
         try:
-            value = bytes([_BYTE_OF_CHARACTER[character] for character in token])
+            value = bytes([BYTE_OF_CHARACTER[character] for character in token])
         except KeyError:  # an added token, spelled as itself
             value = token.encode()
         self[token_id] = value
@@ -115,7 +115,7 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_of_character()
+BYTE_OF_CHARACTER = _byte_of_character()
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:

@@ -9,6 +9,7 @@ import swagger_ui_bundle
 from litestar import Request, get
 from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
+from litestar.response import Redirect
 from litestar.response.base import ASGIResponse
 
 from .openapi import openapi_document
@@ -58,4 +59,8 @@ def docs_routes() -> list[HTTPRouteHandler]:
     async def openapi_json() -> ASGIResponse:
         return ASGIResponse(body=document)
 
-    return [docs, docs_asset, openapi_json]
+    @get("/")
+    async def root() -> Redirect:
+        return Redirect("/docs")
+
+    return [root, docs, docs_asset, openapi_json]

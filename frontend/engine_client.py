@@ -1,8 +1,9 @@
 """The frontend's end of the wire: one engine core, found, watched, lost and found again.
 
 A session is one DEALER socket, one handshake, one epoch. When the engine dies (its socket closes), falls
-silent (heartbeats) or says goodbye, the session ends: every stream fails at once, then a fresh socket is tried
-until an engine answers. Nothing of an old session can reach a new engine, nor the other way round.
+silent (heartbeats), says goodbye or sends what cannot be read (it may have been somebody's tokens), the session ends:
+every stream fails at once, then a fresh socket is tried until an engine answers. Nothing of an old session can reach
+a new engine, nor the other way round.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Iterator
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 import zmq
 import zmq.asyncio
@@ -28,7 +28,6 @@ from ipc.messages import (
     EngineMessage,
     EngineOutputs,
     EngineRequest,
-    FrontendMessage,
     Goodbye,
     Heartbeat,
     Hello,
@@ -37,14 +36,13 @@ from ipc.messages import (
     RequestOutput,
     Welcome,
 )
-from ipc.sockets import make_dealer
+
+from .engine_session import EngineSession
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 0.5
-_FLUSH_MS = 200
 # A flood of outputs must not keep the event loop from its other work.
 _MESSAGES_PER_TURN = 64
 
@@ -62,9 +60,11 @@ class RequestRefusedError(Exception):
 
 
 class _SessionEndedError(Exception):
-    def __init__(self, reason: str, *, refused: bool = False) -> None:
+    """`telling`: the reason says more than that no engine answers, also where none ever did."""
+
+    def __init__(self, reason: str, *, telling: bool = False) -> None:
         super().__init__(reason)
-        self.refused = refused
+        self.telling = telling
 
 
 class RequestStream:
@@ -128,7 +128,8 @@ class RequestStream:
 
     def _merge(self, output: RequestOutput) -> None:
         if self._pending is not None:
-            output.new_token_ids = self._pending.new_token_ids + output.new_token_ids
+            self._pending.new_token_ids += output.new_token_ids
+            output.new_token_ids = self._pending.new_token_ids
         self._pending = output
         self._changed.set()
 
@@ -136,47 +137,6 @@ class RequestStream:
         self._failure = failure
         self._ended = True
         self._changed.set()
-
-
-def _now(awaitable: Awaitable[T]) -> T:
-    # With DONTWAIT zmq.asyncio returns a future that is done already. Going around its socket instead would swallow the
-    # edge-triggered events its own receivers wait for.
-    assert isinstance(awaitable, asyncio.Future)
-    return awaitable.result()
-
-
-class _Session:
-    """One socket to one engine, from connecting to closing. `epoch` is 0 until the engine has answered."""
-
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
-        self.socket: zmq.asyncio.Socket = make_dealer(context, endpoint)
-        self.monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED | zmq.EVENT_CONNECT_RETRIED
-        )
-        self.socket.connect(endpoint)
-        self.epoch = 0
-        self.last_heard_s = time.monotonic()
-
-    def send(self, message: FrontendMessage) -> bool:
-        """Hand `message` to the socket without waiting; False if its queue is full. Raises WireError."""
-        frames = encode(message, self.epoch)
-        try:
-            _now(self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False))
-        except zmq.Again:
-            return False
-        return True
-
-    def receive_waiting(self) -> Iterator[list[zmq.Frame]]:
-        """What lies in the socket already."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                yield _now(self.socket.recv_multipart(zmq.DONTWAIT, copy=False))
-
-    def close(self, *, flush: bool) -> None:
-        """`flush`: what was sent last may still leave."""
-        self.socket.disable_monitor()
-        self.monitor.close()
-        self.socket.close(linger=_FLUSH_MS if flush and self.epoch else 0)
 
 
 class EngineClient:
@@ -190,12 +150,24 @@ class EngineClient:
         drops: messages that were not used, by reason.
     """
 
-    def __init__(self, endpoint: str, *, heartbeat_interval_s: float = 1.0, heartbeat_timeout_s: float = 4.0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        name: str = "frontend",
+        quiet: bool = False,
+        heartbeat_interval_s: float = 1.0,
+        heartbeat_timeout_s: float = 4.0,
+    ) -> None:
         """`endpoint` is where the engine's ROUTER is (or will be) bound. Raises ValueError if it cannot be one.
 
         An engine silent for `heartbeat_timeout_s` is lost, and so is one that does not answer the handshake.
+        `name` tells this client from others in the engine's log; `quiet` is for one that only watches: finding and
+        losing the engine is somebody else's news, and logged at DEBUG.
         """
         self.endpoint = endpoint
+        self._name = name
+        self._quiet = quiet
         self.state: Literal["connecting", "ready", "down"] = "connecting"
         self.down_reason: str | None = f"no engine has answered at {endpoint} yet"
         self.capabilities: EngineCapabilities | None = None
@@ -206,7 +178,7 @@ class EngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._unsent_aborts: list[str] = []
         self._closing = False
-        self._session: _Session | None = None
+        self._session: EngineSession | None = None
         self._ready = asyncio.Event()
         self._context: zmq.asyncio.Context | None = None
         self._task: asyncio.Task[None] | None = None
@@ -250,20 +222,19 @@ class EngineClient:
 
         Raises:
             EngineUnavailableError: the state is not `ready`.
-            RequestRefusedError: its id is in flight already (`invalid`), it cannot be sent (`invalid`), or the engine
-                does not keep up with taking requests (`overloaded`).
+            RequestRefusedError: its id is in flight already (`invalid`), it cannot be sent (`invalid`; `param` is the
+                field, if it is one), or the engine does not keep up with taking requests (`overloaded`).
         """
         if self.state != "ready" or self._session is None:
             raise EngineUnavailableError(self.down_reason)
         request_id = request.request_id
         if request_id in self._streams:
-            raise RequestRefusedError(
-                RequestError("invalid", f"request_id {request_id!r} is in flight already", "request_id")
-            )
+            message = "request_id: a request with this id is in flight already"
+            raise RequestRefusedError(RequestError("invalid", message, "request_id"))
         try:
             sent = self._session.send(AddRequest(request))
         except WireError as error:
-            raise RequestRefusedError(RequestError("invalid", str(error), "prompt_token_ids")) from error
+            raise RequestRefusedError(_why_unsendable(request, error)) from error
         if not sent:
             raise RequestRefusedError(RequestError("overloaded", "the engine does not keep up with taking requests"))
         stream = self._streams[request_id] = RequestStream(self, request_id)
@@ -285,39 +256,47 @@ class EngineClient:
         retry_s = _MIN_RETRY_S
         # A task group that fails while it is being cancelled swallows the cancellation, hence the flag.
         while not self._closing:
-            ended = await self._run_session()
+            ended = _SessionEndedError("the client failed")
+            try:
+                await self._run_session()
+            except* _SessionEndedError as group:
+                first = group.exceptions[0]
+                assert isinstance(first, _SessionEndedError)
+                ended = first
+            except* Exception as group:
+                # Whatever went wrong here: streams must end and the engine be found again.
+                error = group.exceptions[0]
+                ended = _SessionEndedError(f"the client failed: {type(error).__name__}: {error}", telling=True)
+                if str(ended) != self.down_reason:
+                    logger.error("engine_session_failed endpoint=%s", self.endpoint, exc_info=error)
             was_ready = self.state == "ready"
             self._lose(ended)
             retry_s = _MIN_RETRY_S if was_ready else min(2 * retry_s, _MAX_RETRY_S)
             await asyncio.sleep(retry_s)
 
-    async def _run_session(self) -> _SessionEndedError:
+    async def _run_session(self) -> None:
+        """One session, until it ends with an exception."""
         assert self._context is not None
-        session = self._session = _Session(self._context, self.endpoint)
-        ended = _SessionEndedError("the client failed")
+        session = self._session = EngineSession(self._context, self.endpoint, self._name)
         try:
             session.send(Hello())
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(session))
                 tasks.create_task(self._beat(session))
                 tasks.create_task(self._receive(session))
-        except* _SessionEndedError as group:
-            first = group.exceptions[0]
-            assert isinstance(first, _SessionEndedError)
-            ended = first
-        except* Exception:
-            # Whatever went wrong here: streams must end and the engine be found again.
-            logger.exception("engine_session_error")
         finally:
             session.close(flush=self._closing)
-        return ended
 
     def _lose(self, ended: _SessionEndedError) -> None:
         reason = str(ended)
-        if self.state == "ready" or ended.refused:
+        if self.state == "ready" or ended.telling:
             if reason != self.down_reason and not self._closing:
-                logger.warning(
-                    "engine_lost endpoint=%s in_flight=%d reason=%r", self.endpoint, len(self._streams), reason
+                logger.log(
+                    logging.DEBUG if self._quiet else logging.WARNING,
+                    "engine_lost endpoint=%s in_flight=%d reason=%r",
+                    self.endpoint,
+                    len(self._streams),
+                    reason,
                 )
             self.state = "down"
             self.down_reason = reason
@@ -328,7 +307,7 @@ class EngineClient:
         for stream in streams.values():
             stream._fail(EngineUnavailableError(reason))
 
-    async def _watch(self, session: _Session) -> None:
+    async def _watch(self, session: EngineSession) -> None:
         while True:
             event = await recv_monitor_message(session.monitor)
             if event["event"] != zmq.EVENT_MONITOR_STOPPED:
@@ -336,7 +315,7 @@ class EngineClient:
                     self._take(session, frames)
                 raise _SessionEndedError("the engine closed the connection")
 
-    async def _beat(self, session: _Session) -> None:
+    async def _beat(self, session: EngineSession) -> None:
         last_s = time.monotonic()
         while True:
             await asyncio.sleep(self._heartbeat_interval_s)
@@ -353,22 +332,21 @@ class EngineClient:
                 session.send(Heartbeat())
                 self._send_aborts()
 
-    async def _receive(self, session: _Session) -> None:
+    async def _receive(self, session: EngineSession) -> None:
         while True:
             for _ in range(_MESSAGES_PER_TURN):
                 self._take(session, await session.socket.recv_multipart(copy=False))
             await asyncio.sleep(0)
 
-    def _take(self, session: _Session, frames: list[zmq.Frame]) -> None:
+    def _take(self, session: EngineSession, frames: list[zmq.Frame]) -> None:
         try:
             epoch, message = self._decoder.decode([frame.buffer for frame in frames])
         except WireError as error:
             self.drops.add(error.reason, str(error))
-            if error.reason == "version":
-                raise _SessionEndedError(str(error), refused=True) from error
-            return
+            reason = str(error) if error.reason == "version" else f"the engine sent what cannot be read: {error}"
+            raise _SessionEndedError(reason, telling=True) from error
         if isinstance(message, Refused):
-            raise _SessionEndedError(f"the engine refused the connection: {message.reason}", refused=True)
+            raise _SessionEndedError(f"the engine refused the connection: {message.reason}", telling=True)
         if isinstance(message, Welcome):
             self._welcome(session, epoch, message.capabilities)
         elif epoch != session.epoch:
@@ -381,13 +359,19 @@ class EngineClient:
         elif isinstance(message, Goodbye):
             raise _SessionEndedError("the engine said goodbye")
 
-    def _welcome(self, session: _Session, epoch: int, capabilities: EngineCapabilities) -> None:
+    def _welcome(self, session: EngineSession, epoch: int, capabilities: EngineCapabilities) -> None:
         session.epoch = epoch
         self.capabilities = capabilities
         self.state = "ready"
         self.down_reason = None
         self._ready.set()
-        logger.info("engine_found endpoint=%s epoch=%d model=%s", self.endpoint, epoch, capabilities.model)
+        logger.log(
+            logging.DEBUG if self._quiet else logging.INFO,
+            "engine_found endpoint=%s epoch=%d model=%s",
+            self.endpoint,
+            epoch,
+            capabilities.model,
+        )
 
     def _dispatch(self, output: RequestOutput) -> None:
         # Outputs of a request that was aborted meanwhile are expected and of no use.
@@ -397,3 +381,13 @@ class EngineClient:
         if output.finish_reason is not None:
             del self._streams[output.request_id]
         stream._deliver(output)
+
+
+def _why_unsendable(request: EngineRequest, error: WireError) -> RequestError:
+    """Names the first field that cannot be sent even by itself; none if only all together are too large."""
+    for name in request.__struct_fields__:
+        try:
+            encode(getattr(request, name), 0)
+        except WireError as field_error:
+            return RequestError("invalid", f"{name}: cannot be sent: {field_error}", name)
+    return RequestError("invalid", f"the request cannot be sent: {error}")

@@ -54,6 +54,17 @@ def unavailable(reason: str) -> ApiError:
     )
 
 
+def shutting_down() -> ApiError:
+    """503: this server is about to end. Another may take its place."""
+    return ApiError(
+        503,
+        "the server is shutting down",
+        kind="service_unavailable_error",
+        code="shutting_down",
+        retry_after_s=1,
+    )
+
+
 def overloaded(reason: str) -> ApiError:
     """503: too much to do."""
     return ApiError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from litestar import get
+from litestar import HttpMethod, get, route
 from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
@@ -25,12 +25,18 @@ class Version(msgspec.Struct):
     version: str
 
 
+def down_reason(client: EngineClient) -> str | None:
+    """Why there is no engine to answer, for clients; None if there is one."""
+    # What the engine client says until then names the engine's socket, which is nobody's business out there.
+    return "the engine is starting" if client.state == "connecting" else client.down_reason
+
+
 def health_routes(client: EngineClient) -> list[HTTPRouteHandler]:
     """Route handlers that tell how `client` fares."""
 
-    @get("/health")
+    @route("/health", http_method=[HttpMethod.GET, HttpMethod.HEAD])
     async def health() -> ASGIResponse:
-        body = Health(client.state, client.down_reason, client.num_in_flight)
+        body = Health(client.state, down_reason(client), client.num_in_flight)
         return ASGIResponse(body=msgspec.json.encode(body), status_code=200 if client.state == "ready" else 503)
 
     @get("/version")

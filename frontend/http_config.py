@@ -20,6 +20,7 @@ class HttpConfig(msgspec.Struct, kw_only=True, frozen=True):
         port: 0 takes a free one; the line printed when all is ready says which.
         max_body_bytes: larger request bodies are refused.
         num_prompt_threads: threads that render and tokenize short prompts.
+        drain_timeout_s: time that running requests have to end when the process is told to.
     """
 
     endpoint: str
@@ -29,6 +30,7 @@ class HttpConfig(msgspec.Struct, kw_only=True, frozen=True):
     port: int = 8000
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     num_prompt_threads: int = 2
+    drain_timeout_s: float = 5.0
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -27,6 +27,7 @@ from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor
 
 from .app import create_app
 from .detokenizer import detokenizer_factory
+from .drain import DrainingServer
 from .engine_client import EngineClient
 from .http_config import HttpConfig, listen
 
@@ -34,12 +35,14 @@ logger = logging.getLogger(__name__)
 
 # Longer than clients keep idle connections, so that it is never us who closes one a request is on its way in.
 _KEEP_ALIVE_S = 75
-_DRAIN_S = 5
 
 
 async def serve(config: HttpConfig, tokenizer: ModelTokenizer, listener: socket.socket) -> None:
-    """Answer requests on `listener` until SIGTERM or SIGINT; then give running ones a few seconds to end."""
-    client = EngineClient(config.endpoint)
+    """Answer requests on `listener` until SIGTERM or SIGINT; then give running ones `drain_timeout_s` to end.
+
+    Those that take longer end with an error that says so.
+    """
+    client = EngineClient(config.endpoint, name="http")
     prompts = PromptProcessor(tokenizer, num_threads=config.num_prompt_threads)
     serving = Serving(
         client=client,
@@ -47,7 +50,12 @@ async def serve(config: HttpConfig, tokenizer: ModelTokenizer, listener: socket.
         new_detokenizer=detokenizer_factory(tokenizer.backend),
         model=ServedModel(config.model_names, int(time.time())),
     )
-    server = uvicorn.Server(
+
+    async def end_requests() -> None:
+        serving.is_shutting_down = True
+        await client.close()
+
+    server = DrainingServer(
         uvicorn.Config(
             create_app(serving, max_body_bytes=config.max_body_bytes),
             lifespan="off",
@@ -56,9 +64,14 @@ async def serve(config: HttpConfig, tokenizer: ModelTokenizer, listener: socket.
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_DRAIN_S,
-        )
+        ),
+        drain_timeout_s=config.drain_timeout_s,
+        end_requests=end_requests,
     )
+    # Also before and after uvicorn listens to signals itself: an early one must not be lost, and those that it raises
+    # again at its end must not cut the rest of the shutdown short.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.handle_exit)
     await client.start()
     announcement = asyncio.create_task(_announce(client, server, tokenizer, _url(listener)))
     try:
@@ -118,9 +131,6 @@ def main() -> int:
     except (OSError, TokenizerLoadError) as error:
         logger.error("http_start_failed reason=%r", str(error))
         return STARTUP_FAILURE_EXIT_CODE
-    # uvicorn handles these while it serves, and raises them again when it is done.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
     uvloop.run(serve(config, tokenizer, listener))
     logger.info("http_stopped")
     return 0

@@ -107,7 +107,9 @@ class _Supervisor:
 
     async def _keep(self, child: ChildSpec) -> int:
         """Keep one child running. Returns the supervisor's exit code when that is no use any more."""
-        client = None if child.engine_endpoint is None else EngineClient(child.engine_endpoint)
+        client = None
+        if child.engine_endpoint is not None:
+            client = EngineClient(child.engine_endpoint, name="supervisor", quiet=True)
         try:
             if client is not None:
                 await client.start()

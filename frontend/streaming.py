@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from litestar.response.base import ASGIResponse
@@ -70,7 +70,9 @@ class EventStream(ASGIResponse):
 
     async def send_body(self, send: Send, receive: Receive) -> None:
         async with aclosing(self._events):
-            await unless_disconnected(receive, self._send_events(send))
+            # The response has begun: the application could not answer it any more.
+            with suppress(ClientDisconnectedError):
+                await unless_disconnected(receive, self._send_events(send))
 
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": self._first, "more_body": True})

@@ -6,11 +6,14 @@ dies, however it dies, the kernel closes the pipe.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
 import time
+
+from .sockets import socket_path
 
 logger = logging.getLogger(__name__)
 
@@ -21,17 +24,27 @@ STARTUP_FAILURE_EXIT_CODE = 78
 _GRACE_S = 5.0
 
 
-def exit_with_supervisor() -> None:
-    """If a supervisor started this process: from now on, end with it (SIGTERM to ourselves, 5 s later for good)."""
+def exit_with_supervisor(endpoint: str | None = None) -> None:
+    """If a supervisor started this process: from now on, end with it (SIGTERM to ourselves, 5 s later for good).
+
+    `endpoint` is where this process listens, if it does: the orphan removes that socket, and its directory if
+    nothing else is in there, as nobody is left who would.
+    """
     # Not for grandchildren: their standard input is another.
     if os.environ.pop(SUPERVISED_ENV, None) == "1":
-        threading.Thread(target=_wait_for_end_of_stdin, name="supervisor-watch", daemon=True).start()
+        threading.Thread(target=_wait_for_end_of_stdin, args=(endpoint,), name="supervisor-watch", daemon=True).start()
 
 
-def _wait_for_end_of_stdin() -> None:
+def _wait_for_end_of_stdin(endpoint: str | None) -> None:
     while os.read(0, 1024):
         pass
     logger.warning("supervisor_gone exiting=1")
+    if endpoint is not None:
+        # ValueError: it was no endpoint, as the main thread has said.
+        with contextlib.suppress(OSError, ValueError):
+            path = socket_path(endpoint)
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)
     os._exit(1)

@@ -9,6 +9,8 @@ when it is gone).
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -23,6 +25,7 @@ _LINGER_MS = 1000
 _NEVER_MS = 24 * 3600 * 1000
 # sockaddr_un.sun_path has 108 bytes, the last of them 0.
 _MAX_PATH_BYTES = 107
+_PEER_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 SocketT = TypeVar("SocketT", bound=zmq.Socket)
 
@@ -85,17 +88,27 @@ def bind_router(context: zmq.Context[SocketT], endpoint: str, *, queue_messages:
     return router
 
 
-def make_dealer(context: zmq.Context[SocketT], endpoint: str, *, queue_messages: int = QUEUE_MESSAGES) -> SocketT:
+def make_dealer(
+    context: zmq.Context[SocketT], endpoint: str, *, name: str = "frontend", queue_messages: int = QUEUE_MESSAGES
+) -> SocketT:
     """A DEALER, yet to be connected to `endpoint` (which is checked: ValueError).
 
     It connects once (the next attempt would come a day later): what was queued for one engine must never reach
-    the next.
+    the next. `name` is for the engine's log (`peer_name`); it need not be unique.
     """
     socket_path(endpoint)
     dealer = _socket(context, zmq.DEALER, queue_messages)
+    # A ROUTER shuts its door to an identity it knows already; a name alone would return before its old socket is gone.
+    dealer.setsockopt(zmq.ROUTING_ID, f"{name}-{secrets.token_hex(4)}".encode())
     # Not -1 (never): with that a disconnection also discards what was received and not yet read.
     dealer.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
     return dealer
+
+
+def peer_name(identity: bytes) -> str:
+    """A ROUTER's peer for the log: what `make_dealer` called it, or the bytes in hexadecimal if they are no name."""
+    text = identity.decode("ascii", "replace")
+    return text if _PEER_NAME.fullmatch(text) else identity.hex()
 
 
 def _socket(context: zmq.Context[SocketT], kind: int, queue_messages: int) -> SocketT:

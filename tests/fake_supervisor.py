@@ -21,6 +21,8 @@ POLICY = SupervisionPolicy(
 def idle_frontend() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     exit_with_supervisor()
+    # From here on it stops in order.
+    sys.stderr.write("frontend_idle\n")
     while True:
         signal.pause()
 
@@ -33,7 +35,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.frontend:
         idle_frontend()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    # DEBUG: tests wait for what its own engine client sees.
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(message)s")
     engine = [sys.executable, "-m", "tests.fake_engine", arguments.endpoint, *["--fail"] * arguments.engine_fails]
     frontend = [sys.executable, "-m", "tests.fake_supervisor", arguments.endpoint, "--frontend"]
     children = [ChildSpec("engine", engine, arguments.endpoint), ChildSpec("http", frontend)]

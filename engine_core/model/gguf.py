@@ -8,6 +8,7 @@ merging (`tokenizer.ggml.pre`), and the further tokens that end a turn. A conver
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import io
 import logging
@@ -20,6 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
+
+from ipc.process import SUPERVISED_ENV, exit_with_supervisor
+
+from .progress import transformers_progress
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,7 @@ def converted_gguf(weights: Path, models_dir: Path) -> Path:
 
     Raises:
         GgufConversionError: not a GGUF file, or of an architecture transformers cannot read from one.
+        OSError: the file cannot be read, or `models_dir` not be written.
     """
     target = models_dir / f"{weights.stem}-{_digest(weights)}"
     if target.is_dir():
@@ -52,7 +58,7 @@ def converted_gguf(weights: Path, models_dir: Path) -> Path:
         if target.is_dir():
             return target
         # Nobody else is converting, so whatever lies here belongs to a process that was killed.
-        for leftover in models_dir.glob(f".{target.name}-*"):
+        for leftover in models_dir.glob(f"{glob.escape(f'.{target.name}-')}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=models_dir))
         try:
@@ -85,9 +91,24 @@ def _locked(lock_path: Path) -> Iterator[None]:
 
 def _convert_apart(weights: Path, directory: Path) -> None:
     arguments = [sys.executable, "-m", __name__, str(weights.absolute()), str(directory.absolute())]
-    done = subprocess.run(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise GgufConversionError(done.stdout.strip() or f"the conversion ended with status {done.returncode}")
+    # The pipe to its standard input tells the child when we are gone; a terminal's Ctrl-C is ours to pass on.
+    with subprocess.Popen(
+        arguments,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, SUPERVISED_ENV: "1"},
+        start_new_session=True,
+    ) as child:
+        try:
+            assert child.stdout is not None
+            reason = child.stdout.read().strip()
+            status = child.wait()
+        except BaseException:
+            child.kill()
+            raise
+    if status:
+        raise GgufConversionError(reason or f"the conversion ended with status {status}")
 
 
 def _convert(weights: Path, directory: Path) -> None:
@@ -109,7 +130,7 @@ def _convert(weights: Path, directory: Path) -> None:
 
         source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
         try:
-            with _quiet(transformers):
+            with _quiet():
                 tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
                 progress.update(task, advance=1, description=f"Preparing {weights.name} (once): reading weights")
                 model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -128,7 +149,7 @@ def _convert(weights: Path, directory: Path) -> None:
             eos_token_id=_end_of_turn_ids(metadata),
             pad_token_id=tokenizer.pad_token_id,
         )
-        with _quiet(transformers):
+        with _quiet():
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
         for file in directory.iterdir():
@@ -137,17 +158,10 @@ def _convert(weights: Path, directory: Path) -> None:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """One progress bar is enough: silence those of transformers, also the one that ignores its own switch."""
-    settings = transformers.utils.logging
-    bars_were_enabled = settings.is_progress_bar_enabled()
-    settings.disable_progress_bar()
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        if bars_were_enabled:
-            settings.enable_progress_bar()
+    with transformers_progress(shown=False), redirect_stderr(io.StringIO()):
+        yield
 
 
 def _read_metadata(weights: Path) -> dict[str, Any]:
@@ -188,6 +202,7 @@ def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int]:
 def main() -> None:
     """Convert the file given into the directory given; a reason for not doing so goes to standard output."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    exit_with_supervisor()
     try:
         _convert(Path(sys.argv[1]), Path(sys.argv[2]))
     except GgufConversionError as error:

@@ -18,7 +18,10 @@ class ModelNotFoundError(Exception):
     def __init__(self, name: str, tried: list[str]) -> None:
         self.name = name
         self.tried = tuple(tried)
-        super().__init__("\n  - ".join([f"no model found for {name!r}; tried:", *tried]))
+        if len(tried) == 1:
+            super().__init__(f"no model for {name!r}: {tried[0]}")
+        else:
+            super().__init__("\n  - ".join([f"no model found for {name!r}; tried:", *tried]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,15 @@ def _convert(name: str, weights: Path, cache_dir: Path, tried: list[str]) -> Pat
         return converted_gguf(weights, cache_dir / "models")
     except GgufConversionError as error:
         raise ModelNotFoundError(name, [*tried, f"the GGUF file {weights}: {error}"]) from error
+    except OSError as error:
+        if error.filename == str(weights):
+            reason = f"the GGUF file {weights}: {error.strerror}"
+        else:
+            reason = (
+                f"the GGUF file {weights} cannot be unpacked below {cache_dir}: {error.strerror or error};"
+                " set FOREWORD_CACHE_DIR to a directory that can be written"
+            )
+        raise ModelNotFoundError(name, [*tried, reason]) from error
 
 
 def _download(name: str, tried: list[str]) -> Path:

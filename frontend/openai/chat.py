@@ -32,7 +32,7 @@ async def answer_chat(serving: Serving, request: ChatCompletionRequest, answer_i
     counts = TokenCounts(prepared)
     choice = ChatChoice(AssistantMessage(""), "stop")
     texts: list[str] = []
-    with client_errors(request):
+    with client_errors(serving, request):
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)
@@ -58,7 +58,7 @@ async def stream_chat(serving: Serving, request: ChatCompletionRequest, answer_i
         return event(msgspec.json.encode(chunk))
 
     events = choice_event(ChatChunkChoice(ChatDelta(role="assistant", content="")))
-    with client_errors(request):
+    with client_errors(serving, request):
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)

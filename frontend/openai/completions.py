@@ -24,7 +24,7 @@ async def answer_completion(serving: Serving, request: CompletionRequest, answer
     counts = TokenCounts(prepared)
     choices = [CompletionChoice(index, "", None) for index in range(len(prepared.prompts))]
     texts: list[list[str]] = [[] for _ in choices]
-    with client_errors(request):
+    with client_errors(serving, request):
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)
@@ -44,7 +44,7 @@ async def stream_completion(serving: Serving, request: CompletionRequest, answer
     chunk = Completion(answer_id, int(time.time()), prepared.model_name, [])
     if prepared.include_usage:
         chunk.usage = None
-    with client_errors(request):
+    with client_errors(serving, request):
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)

@@ -13,7 +13,7 @@ from ipc.messages import EngineCapabilities, SamplingParams
 
 from .prepared import PreparedRequest
 from .protocol import ChatCompletionRequest, CompletionRequest, Message, TextPart
-from .refusals import client_errors
+from .refusals import client_errors, context_limit
 from .serving import ServedModel, Serving
 from .unsupported import refuse_unsupported
 
@@ -24,7 +24,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 async def prepare_chat(serving: Serving, request: ChatCompletionRequest) -> PreparedRequest:
     """Validate `request` and make its prompt. Raises ApiError."""
-    with client_errors(request):
+    with client_errors(serving, request):
         capabilities = serving.capabilities()
         prepared = _prepare_fields(serving.model, request, capabilities)
         messages = [_chat_message(message, i) for i, message in enumerate(request.messages)]
@@ -38,7 +38,7 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest) -> Prep
 
 async def prepare_completion(serving: Serving, request: CompletionRequest) -> PreparedRequest:
     """Validate `request` and make its prompts. Raises ApiError."""
-    with client_errors(request):
+    with client_errors(serving, request):
         capabilities = serving.capabilities()
         prepared = _prepare_fields(serving.model, request, capabilities)
         texts_or_ids = _separate_prompts(request.prompt)
@@ -87,8 +87,7 @@ def _sampling_params(
         raise invalid_request(f"{field} must be at least 1, got {max_tokens}", field)
     if max_tokens is not None and max_tokens > capabilities.max_model_len:
         raise invalid_request(
-            f"{field} is {max_tokens}, more than this model's context of {capabilities.max_model_len} tokens"
-            " (max_model_len), prompt and output together",
+            f"{field} is {max_tokens}, but {context_limit(capabilities)}",
             field,
         )
     if max_tokens is None and isinstance(request, CompletionRequest):

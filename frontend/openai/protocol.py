@@ -106,6 +106,8 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
         str | list[ContentPart] | None, Meta(description="A string or a list of text parts; null only for assistants.")
     ] = None
     name: str | None = None
+    reasoning_content: Annotated[Any, Ignored] = None
+    reasoning: Annotated[Any, Ignored] = None
     refusal: Annotated[str | None, Ignored] = None
     annotations: Annotated[list[Any] | None, Ignored] = None
     audio: Annotated[Any, NotYet] = None

@@ -6,27 +6,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from frontend.engine_client import EngineUnavailableError, RequestRefusedError
-from frontend.errors import ApiError, internal_error, invalid_request, overloaded, unavailable
+from frontend.errors import ApiError, internal_error, invalid_request, overloaded, shutting_down, unavailable
 from frontend.prompt.errors import PromptError, PromptTooLongError
-from ipc.messages import RequestError
+from ipc.messages import EngineCapabilities, RequestError
 
 from .protocol import ChatCompletionRequest, CompletionRequest
+from .serving import Serving
 
 
 @contextmanager
-def client_errors(request: ChatCompletionRequest | CompletionRequest) -> Iterator[None]:
+def client_errors(serving: Serving, request: ChatCompletionRequest | CompletionRequest) -> Iterator[None]:
     """Inside, errors of engine and prompt become ApiErrors that name the fields of `request`."""
     prompt_field = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
     try:
         yield
     except PromptTooLongError as error:
-        raise invalid_request(str(error), prompt_field, "context_length_exceeded") from error
+        reason = "" if serving.client.capabilities is None else f": {context_limit(serving.client.capabilities)}"
+        raise invalid_request(f"{error}{reason}", prompt_field, "context_length_exceeded") from error
     except PromptError as error:
         raise invalid_request(str(error), prompt_field) from error
     except EngineUnavailableError as error:
-        raise unavailable(str(error)) from error
+        raise (shutting_down() if serving.is_shutting_down else unavailable(str(error))) from error
     except RequestRefusedError as error:
         raise _refused(error.error, request, prompt_field) from error
+
+
+def context_limit(capabilities: EngineCapabilities) -> str:
+    """What bounds the tokens of a request, with the true numbers."""
+    limit, num_blocks, block_size = capabilities.max_model_len, capabilities.num_blocks, capabilities.block_size
+    if num_blocks * block_size == limit:
+        holder = f"this server's KV cache holds {limit} tokens ({num_blocks} blocks of {block_size})"
+    else:
+        holder = f"the context holds {limit} tokens (max_model_len)"
+    return f"{holder}, prompt and output together"
 
 
 def _refused(error: RequestError, request: ChatCompletionRequest | CompletionRequest, prompt_field: str) -> ApiError:

@@ -12,6 +12,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
 from frontend.errors import ApiError
+from frontend.request_body import read_body
 from frontend.streaming import EventStream, unless_disconnected
 
 from .chat import answer_chat, stream_chat
@@ -34,12 +35,12 @@ def openai_routes(serving: Serving) -> list[HTTPRouteHandler]:
 
     @post("/v1/chat/completions", status_code=200)
     async def chat_completions(request: Request) -> ASGIResponse:
-        asked = decode_body(_decode_chat, await request.body())
+        asked = decode_body(_decode_chat, await read_body(request))
         return await _respond(serving, request, asked, "chatcmpl", answer_chat, stream_chat)
 
     @post("/v1/completions", status_code=200)
     async def completions(request: Request) -> ASGIResponse:
-        asked = decode_body(_decode_completion, await request.body())
+        asked = decode_body(_decode_completion, await read_body(request))
         return await _respond(serving, request, asked, "cmpl", answer_completion, stream_completion)
 
     @get("/v1/models")

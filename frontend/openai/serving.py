@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from frontend.detokenizer import Detokenizer
 from frontend.engine_client import EngineClient, EngineUnavailableError
 from frontend.errors import ApiError
+from frontend.health import down_reason
 from frontend.prompt.processor import PromptProcessor
 from ipc.messages import EngineCapabilities
 
@@ -35,15 +36,18 @@ class ServedModel:
         return name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Serving:
+    """`is_shutting_down`: what fails from now on fails because of that."""
+
     client: EngineClient
     prompts: PromptProcessor
     new_detokenizer: Callable[[], Detokenizer]
     model: ServedModel
+    is_shutting_down: bool = False
 
     def capabilities(self) -> EngineCapabilities:
         """Of the engine that is there now. Raises EngineUnavailableError if none is."""
         if self.client.state != "ready" or self.client.capabilities is None:
-            raise EngineUnavailableError(self.client.down_reason)
+            raise EngineUnavailableError(down_reason(self.client))
         return self.client.capabilities

@@ -12,12 +12,14 @@ class ChatTemplateError(PromptError):
 
 
 class PromptTooLongError(PromptError):
-    """The prompt leaves no room for a single output token."""
+    """The prompt leaves no room for a single output token.
 
-    def __init__(self, num_tokens: int, max_model_len: int) -> None:
-        super().__init__(
-            f"the prompt has {num_tokens} tokens; this model's context holds {max_model_len} tokens (max_model_len),"
-            f" prompt and output together, so a prompt may have at most {max_model_len - 1}"
-        )
+    With `num_bytes`, the length of the text, `num_tokens` is not the true number but one that it reaches at least.
+    """
+
+    def __init__(self, num_tokens: int, max_model_len: int, num_bytes: int | None = None) -> None:
+        known = "" if num_bytes is None else f"{num_bytes} bytes of text, at least "
+        super().__init__(f"the prompt has {known}{num_tokens} tokens; at most {max_model_len - 1} fit")
         self.num_tokens = num_tokens
         self.max_model_len = max_model_len
+        self.num_bytes = num_bytes

@@ -8,21 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 from .chat_template import ChatMessage
 from .errors import ChatTemplateError, PromptTooLongError
+from .least_tokens import least_tokens_of
 from .tokenizer import ModelTokenizer
 
 # What takes longer than about 10 ms waits in its own line.
 LONG_PROMPT_CHARACTERS = 32_768
+# Up to here tokens are counted, though it may be certain that they are too many. This takes about 2 s and 300 MB.
+ALWAYS_COUNTED_BYTES = 2 << 20
 
 
 class PromptProcessor:
     """Turns chats and texts into token ids. Use from one event loop; `close()` it at the end.
 
     Long prompts share one thread, short ones have `num_threads` others: the wait of a short prompt does not
-    depend on how many long ones are being tokenized.
+    depend on how many long ones are being tokenized. A prompt whose caller is cancelled before its turn is dropped.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, *, num_threads: int = 2) -> None:
         self.tokenizer = tokenizer
+        self._least_tokens = least_tokens_of(tokenizer.backend)
         self._short = ThreadPoolExecutor(num_threads, thread_name_prefix="prompt")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long_prompt")
 
@@ -57,9 +61,16 @@ class PromptProcessor:
         return await self._run(prepare, len(text))
 
     def _encode(self, text: str, *, add_special_tokens: bool, max_model_len: int) -> list[int]:
+        self._refuse_hopeless(text, max_model_len)
         tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         check_prompt_length(len(tokens), max_model_len)
         return tokens.ids
+
+    def _refuse_hopeless(self, text: str, max_model_len: int) -> None:
+        """Raises PromptTooLongError for a text that is certainly too long, before it costs anything."""
+        utf8 = text.encode()
+        if len(utf8) > ALWAYS_COUNTED_BYTES and (num_tokens := self._least_tokens(utf8)) >= max_model_len:
+            raise PromptTooLongError(num_tokens, max_model_len, len(utf8))
 
     async def _run(self, prepare: Callable[[], list[int]], num_characters: int) -> list[int]:
         pool = self._long if num_characters > LONG_PROMPT_CHARACTERS else self._short

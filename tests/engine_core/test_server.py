@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,8 +15,10 @@ import zmq
 from engine_core.config import EngineConfig
 from engine_core.engine import EngineCore
 from engine_core.frontend_link import LinkSettings
+from engine_core.request import Request
+from engine_core.runner import ScheduledRequest
 from engine_core.server import EngineCoreServer
-from ipc.codec import PROTOCOL_VERSION, encode, pack_header
+from ipc.codec import DEFAULT_LIMITS, PROTOCOL_VERSION, encode, pack_header
 from ipc.messages import (
     AbortRequests,
     AddRequest,
@@ -33,6 +35,9 @@ from tests.fake_runner import FakeRunner, continuation
 from tests.wire_peers import FAST, BareFrontend, is_idle, private_endpoint, running_server, wait_until
 
 Connect = Callable[..., BareFrontend]
+
+# Sessions that end do so for another reason than silence.
+PATIENT = LinkSettings(heartbeat_interval_s=0.1, frontend_timeout_s=300.0)
 
 
 @pytest.fixture
@@ -256,14 +261,21 @@ def test_a_frontend_that_sends_without_end_and_never_reads_is_given_up(endpoint:
         assert is_idle(server.engine)
 
 
-def test_thousands_of_malformed_messages_do_no_harm(endpoint: str, connect: Connect) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_thousands_of_malformed_messages_do_no_harm(endpoint: str, connect: Connect, known: bool) -> None:
     rng = random.Random(0)
-    with running_server(endpoint) as server:
+    with running_server(endpoint, step_s=0.002) as server:
         hostile, frontend = connect(), connect()
-        hostile.hello()
         frontend.hello()
-        good = encode(AddRequest(EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=2))), hostile.epoch)
+        frontend.add("meanwhile", [9], 1000)
+        good = encode(AddRequest(EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=2))), server.link.epoch)
         for n in range(4000):
+            if n % 100 == 0:
+                while hostile.receive(object, timeout_s=0.001) is not None:
+                    pass
+            if known and n % 10 == 0:
+                # Each malformed message ends its session.
+                hostile.send(Hello())
             frames = [bytearray(frame) for frame in good]
             frame = frames[rng.randrange(2)] if n % 2 else frames[1]
             for _ in range(rng.randint(1, 5)):
@@ -271,18 +283,73 @@ def test_thousands_of_malformed_messages_do_no_harm(endpoint: str, connect: Conn
             if n % 7 == 0:
                 frames = [rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(1, 5))]
             hostile.socket.send_multipart(frames)
-            if n % 100 == 0:
-                while hostile.receive(object, timeout_s=0.001) is not None:
-                    pass
         deep = b"\x92\xa5hello" + b"\x91" * 100_000
         hostile.socket.send_multipart([pack_header(hostile.epoch), deep])
         hostile.socket.send_multipart([pack_header(hostile.epoch), msgspec.msgpack.encode(["hello"]), *[b""] * 2000])
         frontend.add("r", [1, 2, 3], 50)
-        assert frontend.finish("r")["r"][0] == continuation([1, 2, 3], 50)
+        results = frontend.finish("meanwhile", "r")
+        assert results["meanwhile"][0] == continuation([9], 1000)
+        assert results["r"][0] == continuation([1, 2, 3], 50)
         wait_until(lambda: server.link.drops.counts["frames"] == 1)
         assert server.link.drops.counts["body"] > 1000
         assert server.link.drops.counts["header"] > 100
         hostile.socket.close(linger=0)
+        wait_until(lambda: is_idle(server.engine))
+
+
+@pytest.mark.parametrize(
+    ("reason", "frames"),
+    [
+        ("header", [b"GET / HTTP/1.1", b""]),
+        ("frames", [pack_header(1)]),
+        ("body", [pack_header(1), b"\xc1"]),
+        ("version", [pack_header(1, version=PROTOCOL_VERSION + 1), b""]),
+    ],
+)
+def test_an_unreadable_message_ends_its_senders_session_and_no_other(
+    endpoint: str, connect: Connect, reason: str, frames: list[bytes]
+) -> None:
+    with running_server(endpoint, step_s=0.002, settings=PATIENT) as server:
+        garbled, healthy, stranger = connect(), connect(), connect()
+        for frontend, token in ((garbled, 1), (healthy, 2)):
+            frontend.hello()
+            frontend.add("r", [token], 50_000 if frontend is garbled else 300)
+        next(garbled.outputs())
+        garbled.socket.send_multipart(frames)
+        stranger.socket.send_multipart(frames)
+        assert isinstance(garbled.receive(Goodbye), Goodbye)
+        assert healthy.finish("r")["r"][0] == continuation([2], 300)
+        wait_until(lambda: is_idle(server.engine))
+        assert server.link.drops.counts == {reason: 2}
+        assert stranger.receive(Goodbye, timeout_s=0.2) is None
+        garbled.hello()
+        garbled.add("r", [3], 5)
+        assert garbled.finish("r")["r"][0] == continuation([3], 5)
+
+
+@pytest.mark.parametrize("own_id", ["x" * 257, "é" * 129, "\x01" * (4 << 20)], ids=["ascii", "two-byte", "4 MiB"])
+def test_a_request_id_too_long_is_refused_and_not_repeated(endpoint: str, connect: Connect, own_id: str) -> None:
+    with running_server(endpoint):
+        frontend = connect()
+        frontend.hello()
+        frontend.add(own_id, [1])
+        (refusal,) = (last for _, last in frontend.finish(own_id).values())
+        assert refusal.error is not None and refusal.error.param == "request_id"
+        assert refusal.error.message == f"request_id: has {len(own_id.encode())} bytes, at most 256 are allowed"
+        longest = "é" * 128
+        frontend.add(longest, [1], 5)
+        assert frontend.finish(longest)[longest][0] == continuation([1], 5)
+
+
+def test_a_refusal_that_fits_no_message_ends_only_that_session(endpoint: str, connect: Connect) -> None:
+    with running_server(endpoint, step_s=0.002, settings=PATIENT) as server:
+        absurd, healthy = connect(), connect()
+        for frontend in (absurd, healthy):
+            frontend.hello()
+            frontend.add("r", [7], 300 if frontend is healthy else 50_000)
+        absurd.add("x" * (DEFAULT_LIMITS.max_body_bytes - 80), [1])
+        assert isinstance(absurd.receive(Goodbye), Goodbye)
+        assert healthy.finish("r")["r"][0] == continuation([7], 300)
         wait_until(lambda: is_idle(server.engine))
 
 
@@ -319,6 +386,125 @@ def test_a_broken_engine_says_goodbye_and_exits_with_an_error(endpoint: str, con
     assert isinstance(frontend.receive(), Goodbye)
     thread.join(20)
     assert exit_codes == [1]
+
+
+class FailingRunner(FakeRunner):
+    """Some of its steps fail, counted from 1."""
+
+    def __init__(self, *failing_steps: int) -> None:
+        super().__init__()
+        self._failing_steps = failing_steps
+        self._num_steps = 0
+
+    def execute(self, batch: Sequence[ScheduledRequest]) -> list[int | None]:
+        self._num_steps += 1
+        if self._num_steps in self._failing_steps:
+            raise RuntimeError("an illegal memory access was encountered")
+        return super().execute(batch)
+
+
+def test_a_model_that_fails_three_steps_in_a_row_ends_the_process(endpoint: str, connect: Connect) -> None:
+    engine = EngineCore(EngineConfig(), FailingRunner(1, 2, 4, 5, 6))
+    server = EngineCoreServer(engine, endpoint, FAST)
+    exit_codes: list[int] = []
+    thread = threading.Thread(target=lambda: exit_codes.append(server.run()))
+    thread.start()
+    frontend = connect()
+    frontend.hello()
+    for step in range(1, 7):
+        frontend.add("r", [step], 1)
+        (_, last) = frontend.finish("r")["r"]
+        if step == 3:
+            assert last.finish_reason == "length"
+        else:
+            assert last.error is not None and last.error.code == "internal"
+    assert isinstance(frontend.receive(), Goodbye)
+    thread.join(20)
+    assert exit_codes == [1]
+
+
+class SlowToCheck(EngineCore):
+    """Each request takes its time before it is queued, as a long prompt does."""
+
+    num_checked = 0
+
+    def prepare_request(self, request: EngineRequest) -> Request:
+        if request.request_id.endswith("flood"):
+            time.sleep(0.02)
+            self.num_checked += 1
+        return super().prepare_request(request)
+
+
+@pytest.mark.parametrize("kind", [Heartbeat, EngineOutputs])
+def test_a_flood_of_requests_does_not_silence_the_engine_for_others(
+    endpoint: str, connect: Connect, kind: type[Heartbeat | EngineOutputs]
+) -> None:
+    engine = SlowToCheck(EngineConfig(), FakeRunner(step_s=0.01))
+    with running_server(endpoint, engine=engine):
+        flooding, listening = connect(), connect()
+        flooding.hello()
+        listening.hello()
+        if kind is EngineOutputs:
+            listening.add("r", [1], 50_000)
+        assert listening.receive(kind) is not None
+        started_s = heard_s = time.monotonic()
+        longest_silence_s = 0.0
+        for n in range(100):
+            # Refused, so that none of it makes the engine step.
+            flooding.add(f"{n} flood", [])
+        while engine.num_checked < 100:
+            heard = listening.receive(kind, timeout_s=0.5)
+            now_s = time.monotonic()
+            longest_silence_s = max(longest_silence_s, now_s - heard_s)
+            if heard is not None:
+                heard_s = now_s
+        assert longest_silence_s < 0.4 * (time.monotonic() - started_s)
+
+
+def test_a_frontend_that_starts_anew_gets_nothing_of_its_past(endpoint: str, connect: Connect) -> None:
+    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=100_000)
+    with running_server(endpoint, settings=settings) as server:
+        frontend = connect(queue_messages=4)
+        frontend.hello()
+        frontend.add("r", [1], 3000)
+        wait_until(lambda: server.engine.stats().generated_tokens == 3000)
+        wait_until(lambda: is_idle(server.engine))
+        for _ in range(3):
+            frontend.send(Hello())
+        frontend.add("r", [500], 3)
+        assert isinstance(frontend.receive(Welcome), Welcome)
+        assert frontend.finish("r")["r"][0] == continuation([500], 3)
+
+
+def test_a_hello_is_a_sign_of_life(endpoint: str, connect: Connect) -> None:
+    settings = LinkSettings(heartbeat_interval_s=0.1, frontend_timeout_s=1.0)
+    with running_server(endpoint, settings=settings):
+        frontend = connect()
+        frontend.hello()
+        for _ in range(20):
+            frontend.send(Hello())
+            assert isinstance(frontend.receive(), Welcome)
+            time.sleep(0.1)
+
+
+def test_any_number_of_requests_can_be_given_up_at_once(endpoint: str, connect: Connect) -> None:
+    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=20)
+    with running_server(endpoint, step_s=0.02, settings=settings) as server:
+        slow = connect(queue_messages=3000)
+        slow.hello()
+        own_ids = [f"{n:0256}" for n in range(2500)]
+        for own_id in own_ids:
+            slow.add(own_id, [1], 60_000)
+        wait_until(lambda: server.engine.stats().num_waiting > 2000)
+        server.engine.runner.step_s = 0.0  # type: ignore[attr-defined]
+        wait_until(lambda: is_idle(server.engine))
+        given_up: list[str] = []
+        while len(given_up) < len(own_ids):
+            message = slow.receive(EngineOutputs)
+            assert isinstance(message, EngineOutputs)
+            assert len(message.outputs) <= 1024
+            given_up += [output.request_id for output in message.outputs if output.finish_reason == "abort"]
+        assert given_up == own_ids
 
 
 def test_an_idle_engine_sleeps(endpoint: str, connect: Connect) -> None:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
-from engine_core import EngineConfig
-from frontend.cli import USER_ERROR_EXIT_CODE
+from engine_core import EngineConfig, ResolvedModel
+from frontend.cli import USER_ERROR_EXIT_CODE, _own_names
 from frontend.http_config import listen
 from frontend.sizes import parse_size
 from frontend.version import foreword_version
+from tests.wire_peers import wait_until
+
+COMMAND = [sys.executable, "-c", "from frontend.cli import main; main()"]
 
 
-def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from frontend.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def foreword(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    settings = os.environ | (environment or {})
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False, env=settings
+    )
 
 
 def one_line(result: subprocess.CompletedProcess[str]) -> str:
@@ -32,14 +40,11 @@ def test_version() -> None:
     assert foreword("--version").stdout.strip() == f"foreword {foreword_version()}"
 
 
-def test_help_names_every_setting_of_the_engine() -> None:
-    # rich cuts long names in a narrow terminal and draws boxes around them
-    command = "import os; os.environ['COLUMNS'] = '400'; from frontend.cli import main; main()"
-    result = subprocess.run(
-        [sys.executable, "-c", command, "serve", "--help"], capture_output=True, text=True, timeout=120, check=True
-    )
+def test_help_names_every_setting_of_the_engine_in_a_narrow_terminal() -> None:
+    result = foreword("serve", "--help", environment={"COLUMNS": "80"})
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
     flags = set(re.findall(r"--[a-z-]+", result.stdout))
-    settings = set(EngineConfig.__struct_fields__) - {"model"}
+    settings = set(EngineConfig.__struct_fields__) - {"model", "model_name"}
     assert {"--" + name.replace("_", "-") for name in settings} <= flags
     assert {"--host", "--port", "--served-model-name"} <= flags
     for panel in ("HTTP", "Model", "KV cache memory", "Scheduler", "Prefix cache"):
@@ -59,6 +64,53 @@ def test_a_port_in_use() -> None:
 
 def test_a_size_that_is_none() -> None:
     assert "is not a size" in one_line(foreword("serve", "--kv-cache-memory-bytes", "much"))
+
+
+def test_an_empty_name() -> None:
+    assert "a name must not be empty" in one_line(foreword("serve", "--served-model-name", ""))
+
+
+def test_a_cache_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = one_line(foreword("serve", "--port", "0", environment={"FOREWORD_CACHE_DIR": str(tmp_path / "file")}))
+    assert said.count("\n") == 1
+    assert f"below {tmp_path / 'file'}: Not a directory" in said
+    assert "FOREWORD_CACHE_DIR" in said
+
+
+def test_what_a_model_is_called(tmp_path: Path) -> None:
+    weights = tmp_path / "some.Q4.gguf"
+    weights.touch()
+    assert _own_names(str(weights), ResolvedModel(tmp_path, "some.Q4")) == ("some.Q4",)
+    assert _own_names("SmolLM2-135M-Instruct", ResolvedModel(tmp_path, "smollm2")) == (
+        "smollm2",
+        "SmolLM2-135M-Instruct",
+    )
+    assert _own_names("owner/name", ResolvedModel(tmp_path, "owner/name")) == ("owner/name",)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_first_conversion_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    serving = subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0"],
+        env=os.environ | {"FOREWORD_CACHE_DIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with serving:
+        wait_until(lambda: any("engine_core.model.gguf" in child.cmdline() for child in children(serving)))
+        (conversion,) = children(serving)
+        assert any(path.is_dir() for path in (tmp_path / "models").iterdir())
+        serving.send_signal(number)
+        _, said = serving.communicate(timeout=30)
+    assert serving.returncode == 128 + number
+    assert "Traceback" not in said
+    assert not conversion.is_running()
+    assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"]
+
+
+def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children()
 
 
 @pytest.mark.parametrize(

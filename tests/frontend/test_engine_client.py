@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import random
 import signal
 import subprocess
@@ -10,7 +12,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -18,8 +22,20 @@ import zmq.asyncio
 from engine_core.server import EngineCoreServer
 from frontend.engine_client import EngineClient, EngineUnavailableError, RequestRefusedError, RequestStream
 from ipc.codec import PROTOCOL_VERSION, encode, pack_header
-from ipc.messages import EngineCapabilities, EngineOutputs, Heartbeat, Refused, RequestError, RequestOutput, Welcome
-from ipc.sockets import bind_router
+from ipc.messages import (
+    EngineCapabilities,
+    EngineOutputs,
+    EngineRequest,
+    ExtraKeySpan,
+    Heartbeat,
+    Hello,
+    Refused,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Welcome,
+)
+from ipc.sockets import bind_router, make_dealer
 from tests.fake_runner import continuation
 from tests.wire_peers import (
     ROOT,
@@ -132,11 +148,32 @@ async def test_refusals_name_the_field(endpoint: str, client: EngineClient) -> N
         async with client.submit(request("r", [1], 50)) as stream:
             with pytest.raises(RequestRefusedError, match="in flight already"):
                 client.submit(request("r", [2]))
-            # More than the wire carries is refused here: it would never be answered.
-            with pytest.raises(RequestRefusedError, match="too_large") as refused:
-                client.submit(request("huge", [1] * (17 << 20)))
-            assert refused.value.error.param == "prompt_token_ids"
             assert (await collect(stream))[0] == continuation([1], 50)
+
+
+@pytest.mark.parametrize(
+    ("unsendable", "param", "complaint"),
+    [
+        (EngineRequest("r", [1] * (17 << 20)), "prompt_token_ids", "prompt_token_ids: cannot be sent: too_large"),
+        (EngineRequest("\ud800", [1]), "request_id", "request_id: cannot be sent: body"),
+        (EngineRequest("r", [1], SamplingParams(seed=2**70)), "sampling_params", "sampling_params: cannot be sent"),
+        (
+            EngineRequest("r", [1] * (9 << 20), extra_key_spans=(ExtraKeySpan(0, 1, "k", bytes(9 << 20)),)),
+            None,
+            "the request cannot be sent: too_large",
+        ),
+    ],
+)
+async def test_what_the_wire_does_not_carry_is_refused_by_name(
+    endpoint: str, client: EngineClient, unsendable: EngineRequest, param: str | None, complaint: str
+) -> None:
+    # It would never be answered.
+    with running_server(endpoint):
+        await client.wait_ready(20)
+        with pytest.raises(RequestRefusedError, match=complaint) as refused:
+            client.submit(unsendable)
+        assert (refused.value.error.code, refused.value.error.param) == ("invalid", param)
+        assert client.num_in_flight == 0
 
 
 async def test_without_an_engine_nothing_is_accepted(client: EngineClient) -> None:
@@ -258,7 +295,10 @@ class ScriptedEngine:
         await self.router.send_multipart([self.identity, *frames])
 
     async def welcome(self, epoch: int) -> None:
-        self.identity, *_ = await self.router.recv_multipart()
+        """Answer the next hello; what was sent to an earlier session is passed over."""
+        body = b""
+        while body != msgspec.msgpack.encode(Hello()):
+            self.identity, _, body = await self.router.recv_multipart()
         capabilities = EngineCapabilities("scripted", 100, 1000, 16, 8, "sha256", "00")
         await self.say(*encode(Welcome(capabilities), epoch))
 
@@ -313,25 +353,84 @@ async def test_tokens_before_an_error_are_handed_over_first(client: EngineClient
     await keep_alive(scripted, 1, work())
 
 
-async def test_thousands_of_malformed_messages_do_no_harm(client: EngineClient, scripted: ScriptedEngine) -> None:
+@pytest.mark.parametrize(
+    ("reason", "frames"),
+    [("header", [b"HTTP/1.1 200 OK", b""]), ("frames", [pack_header(1)]), ("body", [pack_header(1), b"\xc1"])],
+)
+async def test_an_unreadable_message_ends_the_session(
+    client: EngineClient, scripted: ScriptedEngine, reason: str, frames: list[bytes]
+) -> None:
+    # It may have been somebody's tokens: nobody may wait for them for ever.
+    await scripted.welcome(1)
+    await client.wait_ready(20)
+    async with client.submit(request("r", [1])) as stream:
+        await scripted.say(*frames)
+        with pytest.raises(EngineUnavailableError, match=f"the engine sent what cannot be read: {reason}"):
+            await collect(stream)
+    assert client.drops.counts == {reason: 1}
+    await scripted.welcome(2)
+    await client.wait_ready(20)
+
+
+async def test_hundreds_of_malformed_messages_do_no_harm(client: EngineClient, scripted: ScriptedEngine) -> None:
+    rng = random.Random(0)
+    good = encode(EngineOutputs([RequestOutput("x", [1, 2, 3])]), 1)
+    for _ in range(20):
+        await scripted.welcome(1)
+        for n in range(50):
+            frames = [bytearray(frame) for frame in good]
+            for _ in range(rng.randint(1, 4)):
+                frames[1][rng.randrange(len(frames[1]))] = rng.randrange(256)
+            if n % 5 == 0:
+                frames = [bytearray(rng.randbytes(rng.randrange(1, 40))) for _ in range(rng.randint(1, 4))]
+            # The first that cannot be read ends the session, and with it the connection.
+            with contextlib.suppress(zmq.ZMQError):
+                await scripted.say(*frames)
+
     async def work() -> None:
         await client.wait_ready(20)
-        rng = random.Random(0)
-        good = encode(EngineOutputs([RequestOutput("x", [1, 2, 3])]), 1)
         async with client.submit(request("r", [1])) as stream:
-            for n in range(3000):
-                frames = [bytearray(frame) for frame in good]
-                for _ in range(rng.randint(1, 4)):
-                    frames[1][rng.randrange(len(frames[1]))] = rng.randrange(256)
-                if n % 5 == 0:
-                    frames = [bytearray(rng.randbytes(rng.randrange(1, 40))) for _ in range(rng.randint(1, 4))]
-                await scripted.say(*frames)
             await scripted.say(*encode(EngineOutputs([RequestOutput("r", [7], finish_reason="stop")]), 1))
             assert (await collect(stream))[0] == [7]
-        assert client.drops.counts["body"] > 1000 and client.drops.counts["header"] > 100
+        assert client.drops.counts["body"] + client.drops.counts["header"] == 20
 
     await scripted.welcome(1)
     await keep_alive(scripted, 1, work())
+
+
+async def test_a_client_without_file_descriptors_goes_on_trying(
+    monkeypatch: pytest.MonkeyPatch, client: EngineClient, engine_process: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = engine_process()
+    await client.wait_ready(20)
+    stream = client.submit(request("r", [1], 50_000))
+    made: list[zmq.asyncio.Socket] = []
+
+    def too_many_open_files(*_: object, **__: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    def half_made_dealer(*args: Any, **options: Any) -> zmq.asyncio.Socket:
+        made.append(make_dealer(*args, **options))
+        made[-1].get_monitor_socket = too_many_open_files
+        return made[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("frontend.engine_session.make_dealer", too_many_open_files)
+        process.kill()
+        with pytest.raises(EngineUnavailableError):
+            await collect(stream)
+        await until(lambda: "Too many open files" in (client.down_reason or ""))
+        patched.setattr("frontend.engine_session.make_dealer", half_made_dealer)
+        await until(lambda: len(made) >= 3)
+        assert made[0].closed and made[1].closed
+        with pytest.raises(EngineUnavailableError, match="Too many open files"):
+            client.submit(request("r", [1]))
+    # The log is not filled by it, either.
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+    engine_process()
+    await client.wait_ready(20)
+    async with client.submit(request("r", [3], 20)) as stream:
+        assert (await collect(stream))[0] == continuation([3], 20)
 
 
 async def test_an_engine_of_another_version_is_down_with_the_reason(

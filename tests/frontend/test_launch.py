@@ -19,6 +19,7 @@ from engine_core import EngineConfig
 from frontend.engine_client import EngineClient
 from frontend.launch import engine_child
 from ipc.process import STARTUP_FAILURE_EXIT_CODE
+from ipc.sockets import socket_path
 from tests.fake_runner import continuation
 from tests.wire_peers import ROOT, private_endpoint, request, wait_until
 
@@ -27,7 +28,8 @@ class Supervised:
     """A supervisor process, seen through its log."""
 
     def __init__(self, directory: Path, *options: str) -> None:
-        self.endpoint = private_endpoint(directory)
+        (directory / "s").mkdir()
+        self.endpoint = private_endpoint(directory / "s")
         self._log = directory / "log"
         with self._log.open("wb") as log:
             argv = [sys.executable, "-m", "tests.fake_supervisor", self.endpoint, *options]
@@ -46,7 +48,7 @@ class Supervised:
 
     def wait_serving(self, num_engines: int = 1) -> None:
         self.wait_for("engine_found", num_engines)
-        self.wait_for("child_started name=http")
+        self.wait_for("frontend_idle")
 
     def generate(self) -> list[int]:
         return asyncio.run(self._generate())
@@ -137,6 +139,8 @@ def test_children_do_not_outlive_a_killed_supervisor(supervised: Supervised) -> 
     assert len(pids) == 2 and all(is_alive(pid) for pid in pids)
     supervised.process.kill()
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    # Nor does the engine's socket, nor the directory that was made for it.
+    assert not socket_path(supervised.endpoint).parent.exists()
 
 
 def test_an_engine_that_cannot_start_is_reported_and_not_tried_again(tmp_path: Path) -> None:

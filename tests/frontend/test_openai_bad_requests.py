@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace as replace_fields
 
 from frontend.prompt.tokenizer import ModelTokenizer
 from tests.frontend.live_app import live_app
@@ -55,12 +59,12 @@ CASES = [
     (CHAT, {"messages": "hi"}, "messages", "array"),
     (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role", "missing"),
     (CHAT, message(role=7), "messages[0].role", "`str`, got `int`"),
-    (CHAT, message(role="pirate"), "messages[0].role", "pirate"),
+    (CHAT, message(role="pirate"), "messages[0].role", "'pirate' is not one of 'assistant', 'developer', 'function'"),
     (CHAT, message(role="tool"), "messages[0].role", "not supported yet"),
     (CHAT, message(content=None), "messages[0].content", "null"),
     (CHAT, message(content=5), "messages[0].content", "got `int`"),
     (CHAT, message(content=[{"type": "text"}]), "messages[0].content[0].text", "missing"),
-    (CHAT, message(content=[{"type": "smell", "smell": ""}]), "messages[0].content[0].type", "smell"),
+    (CHAT, message(content=[{"type": "smell", "smell": ""}]), "messages[0].content[0].type", "not one of 'text',"),
     (
         CHAT,
         message(content=[{"type": "text", "text": "see:"}, {"type": "image_url", "image_url": {"url": "data:,"}}]),
@@ -155,9 +159,45 @@ def test_bodies_that_are_no_request(http: httpx.Client, body: bytes) -> None:
     error_of(http.post(CHAT, content=body))
 
 
+def test_half_a_surrogate_pair_is_called_by_its_name(http: httpx.Client) -> None:
+    body = b'{"messages": [{"role": "user", "content": "%s"}]}'
+    assert "half of a surrogate pair (\\ud83d)" in error_of(http.post(CHAT, content=body % rb"\ud83d"))["message"]
+    assert http.post(CHAT, content=body % rb"\ud83d\udc4d \\ud83d").status_code == 200
+    assert "truncated" in error_of(http.post(CHAT, content=rb'{"messages": "\\ud83d'))["message"]
+
+
 def test_a_body_that_is_too_large(http: httpx.Client) -> None:
     error = error_of(http.post(CHAT, json=message(content="x" * MAX_BODY_BYTES)), 413)
     assert str(MAX_BODY_BYTES) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 413), ({"content-encoding": "gzip"}, 415), ({"transfer-encoding": "chunked"}, 413)]
+)
+def test_a_client_that_sends_everything_before_it_reads_sees_why_not(
+    http: httpx.Client, headers: dict[str, str], status: int
+) -> None:
+    # urllib asks for the connection to be closed after the answer.
+    body = b"x" * (16 * MAX_BODY_BYTES)
+    data = iter([body]) if headers.get("transfer-encoding") == "chunked" else body
+    asked = urllib.request.Request(str(http.base_url.join(CHAT)), data, headers)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(asked, timeout=30)
+    assert caught.value.code == status
+    assert json.load(caught.value)["error"]["message"]
+
+
+def test_a_compressed_body_is_refused_by_its_header(http: httpx.Client) -> None:
+    body = json.dumps(chat()).encode()
+    refused = http.post(CHAT, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+    assert "content-encoding 'gzip'" in error_of(refused, 415)["message"]
+    assert http.post(CHAT, content=body, headers={"content-encoding": "Identity"}).status_code == 200
+
+
+def test_what_other_servers_put_into_their_answers_can_be_sent_back(http: httpx.Client) -> None:
+    thoughts = {"reasoning_content": "hm", "reasoning": "hm", "refusal": None, "annotations": []}
+    messages = [*chat()["messages"], {"role": "assistant", "content": "Aye."} | thoughts, *chat()["messages"]]
+    assert http.post(CHAT, json={"messages": messages}).status_code == 200
 
 
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
@@ -189,6 +229,34 @@ def test_prompts_about_as_long_as_the_context(http: httpx.Client, num_tokens: in
         assert f"{num_tokens} tokens" in error["message"]
 
 
+def test_what_bounds_a_prompt_is_named(engine: ScriptedEngine, http: httpx.Client) -> None:
+    body = {"prompt": [5] * MAX_MODEL_LEN, "max_tokens": 1}
+    capabilities = engine.capabilities
+    try:
+        for num_blocks, reason in [
+            (1000, f"the context holds {MAX_MODEL_LEN} tokens (max_model_len), prompt and output together"),
+            (16, f"this server's KV cache holds {MAX_MODEL_LEN} tokens (16 blocks of 16), prompt and output together"),
+        ]:
+            engine.capabilities = replace_fields(capabilities, num_blocks=num_blocks)
+            too_long = error_of(http.post(COMPLETION, json=body))["message"]
+            assert too_long == f"the prompt has {MAX_MODEL_LEN} tokens; at most {MAX_MODEL_LEN - 1} fit: {reason}"
+            too_many = error_of(http.post(COMPLETION, json={"prompt": "x", "max_tokens": 999}))["message"]
+            assert too_many == f"max_tokens is 999, but {reason}"
+    finally:
+        engine.capabilities = capabilities
+
+
+def test_a_prompt_that_is_hopeless_is_refused_by_its_size(
+    engine: ScriptedEngine, chat_tokenizer: ModelTokenizer
+) -> None:
+    content = "It was a dark and stormy night. " * 100_000
+    with live_app(engine, chat_tokenizer) as url:
+        error = error_of(httpx.post(url + CHAT, json=message(content=content), timeout=30))
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    template = "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
+    assert f"{len(content) + len(template)} bytes of text, at least" in error["message"]
+
+
 def test_a_template_that_refuses_the_messages(engine: ScriptedEngine, chat_tokenizer: ModelTokenizer) -> None:
     def refuse(_: Any) -> str:
         raise ValueError("roles must alternate")
@@ -212,6 +280,32 @@ def test_health_tells_the_truth(http: httpx.Client, engine: ScriptedEngine) -> N
     assert response.status_code == 503
     assert (response.json()["status"], response.json()["reason"]) == ("down", "it said goodbye")
     assert "it said goodbye" in error_of(error, 503)["message"]
+
+
+def test_an_engine_that_has_not_answered_yet_is_starting(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.state, engine.down_reason = "connecting", "no engine has answered at ipc:///private/engine yet"
+    try:
+        health = http.get("/health")
+        error = http.post(CHAT, json=message())
+    finally:
+        engine.state, engine.down_reason = "ready", None
+    assert (health.status_code, health.json()["reason"]) == (503, "the engine is starting")
+    assert "the engine is starting" in error_of(error, 503)["message"]
+    assert "ipc" not in health.text + error.text
+
+
+def test_health_can_be_asked_for_its_status_only(http: httpx.Client, engine: ScriptedEngine) -> None:
+    response = http.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
+    engine.state = "down"
+    try:
+        assert http.head("/health").status_code == 503
+    finally:
+        engine.state = "ready"
+
+
+def test_a_browser_is_led_to_the_documentation(http: httpx.Client) -> None:
+    assert http.get("/", follow_redirects=True).url.path == "/docs"
 
 
 def test_the_documentation_is_complete_and_comes_from_here(http: httpx.Client) -> None:

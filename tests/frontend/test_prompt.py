@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import processors
+from tokenizers import Encoding, processors
 from transformers import AutoTokenizer
 
 from frontend.prompt.cache_salt import cache_salt_spans
-from frontend.prompt.chat_template import ChatMessage, chat_template_of
+from frontend.prompt.chat_template import ChatMessage, ChatTemplate, chat_template_of
 from frontend.prompt.errors import ChatTemplateError, PromptError, PromptTooLongError
-from frontend.prompt.processor import PromptProcessor
+from frontend.prompt.processor import ALWAYS_COUNTED_BYTES, PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
 from ipc.messages import ExtraKeySpan
 
@@ -118,6 +119,52 @@ async def test_a_long_prompt_stalls_neither_the_event_loop_nor_short_prompts(cha
     await long_task
     # Standing in line behind the long prompt, or for the interpreter lock, makes one gap of nearly the whole time.
     assert max(b - a for a, b in pairwise(times_s)) < (times_s[-1] - times_s[0]) / 2
+
+
+async def test_a_hopeless_prompt_is_refused_without_being_tokenized(
+    chat_tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized: list[int] = []
+
+    def encode(self: ModelTokenizer, text: str, **_: object) -> Encoding:
+        tokenized.append(len(text))
+        return self.backend.encode("")
+
+    monkeypatch.setattr(ModelTokenizer, "encode", encode)
+    prompts = PromptProcessor(chat_tokenizer)
+    with pytest.raises(PromptTooLongError, match="bytes of text, at least") as caught:
+        await prompts.text("é" * ALWAYS_COUNTED_BYTES, max_model_len=1000)
+    assert caught.value.num_bytes == 2 * ALWAYS_COUNTED_BYTES
+    assert caught.value.num_tokens >= 1000
+    assert not tokenized
+    # Below, and where it may fit, the true number is wanted.
+    for size, max_model_len in [(ALWAYS_COUNTED_BYTES, 1000), (2 * ALWAYS_COUNTED_BYTES, 10**7)]:
+        await prompts.text("x" * size, max_model_len=max_model_len)
+        assert tokenized.pop() == size
+
+
+async def test_a_prompt_nobody_waits_for_any_more_is_not_tokenized(chat_tokenizer: ModelTokenizer) -> None:
+    started = threading.Event()
+    release = threading.Event()
+    rendered: list[str] = []
+
+    def apply(messages: list[dict[str, Any]]) -> str:
+        rendered.append(messages[0]["content"][0])
+        started.set()
+        release.wait(20)
+        return "text"
+
+    template = ChatTemplate(apply, takes_strings=True, takes_parts=False)
+    prompts = PromptProcessor(ModelTokenizer(chat_tokenizer.backend, template))
+    first, second, third = (
+        asyncio.create_task(prompts.chat([ChatMessage("user", letter * 50_000)], max_model_len=100)) for letter in "abc"
+    )
+    await asyncio.to_thread(started.wait, 20)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    release.set()
+    await asyncio.gather(first, third)
+    assert rendered == ["a", "c"]
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 129, "a@b", "a/b", "a\\b", "a\0b"])

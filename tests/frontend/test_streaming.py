@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from frontend.prompt.tokenizer import ModelTokenizer
@@ -83,6 +85,23 @@ def test_a_client_that_goes_away_ends_its_requests(
     connection.close()
     eventually(lambda: engine.num_in_flight == 0)
     assert len(engine.aborted) == num_requests
+
+
+def test_clients_that_go_away_are_no_news(engine: ScriptedEngine, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine.script = for_ever
+    with caplog.at_level(logging.WARNING):
+        for stream in (False, True):
+            connection = ask(url, "/v1/chat/completions", stream=stream, **CHAT)
+            eventually(lambda: engine.num_in_flight == 1)
+            if stream:
+                assert connection.recv(1000)
+            connection.close()
+            eventually(lambda: engine.num_in_flight == 0)
+        with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as uploading:
+            uploading.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+        # Answered after them, on the same event loop.
+        httpx.get(f"{url}/health").raise_for_status()
+    assert not caplog.records
 
 
 def test_a_slow_reader_makes_its_stream_wait(engine: ScriptedEngine, url: str) -> None:

@@ -144,7 +144,10 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETION, {"prompt": HUGE}, 400, "prompt", str(MAX_MODEL_LEN)),
     (COMPLETION, {"prompt": [9] * (MAX_MODEL_LEN + 1)}, 400, "prompt", str(MAX_MODEL_LEN + 1)),
     (COMPLETION, {"prompt": [9] * MAX_MODEL_LEN}, 400, "prompt", f"{MAX_MODEL_LEN} tokens"),
-    (COMPLETION, {"prompt": [9] * 3000}, 400, "prompt", "3000"),  # fits the model's own context, not the pool
+    # Fits the model's own context, not the pool.
+    (COMPLETION, {"prompt": [9] * 3000}, 400, "prompt", f"the prompt has 3000 tokens; at most {MAX_MODEL_LEN - 1} fit"),
+    (COMPLETION, {"prompt": [9] * 3000}, 400, "prompt", f"({NUM_BLOCKS} blocks of {BLOCK_SIZE})"),
+    (COMPLETION, {"prompt": HUGE * 9}, 400, "prompt", f"{len(HUGE) * 9} bytes of text, at least"),
     (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
     (COMPLETION, {"prompt": ""}, 400, "prompt", "0 tokens"),
     (COMPLETION, {"prompt": [512]}, 400, "prompt", "512"),
@@ -196,7 +199,7 @@ async def test_a_prompt_of_megabytes_stalls_neither_streams_nor_health(server: S
 
         reader = asyncio.create_task(read())
         health_times_s = [time.perf_counter()]
-        long_prompt = asyncio.create_task(http.post(COMPLETION, json={"prompt": HUGE * 3}))
+        long_prompt = asyncio.create_task(http.post(COMPLETION, json={"prompt": HUGE * 2}))
         while not long_prompt.done():
             assert (await http.get("/health")).status_code == 200
             health_times_s.append(time.perf_counter())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ipc.sockets import bind_router, check_private, make_dealer, make_private_directory, socket_path
+from ipc.sockets import bind_router, check_private, make_dealer, make_private_directory, peer_name, socket_path
 
 
 @pytest.fixture
@@ -66,7 +67,10 @@ def test_a_bad_endpoint_is_refused(endpoint: str, complaint: str, context: zmq.C
             use(endpoint)
 
 
-def test_the_longest_endpoint_works(tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_the_longest_endpoint_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     directory = make_private_directory()
     endpoint = f"ipc://{directory}/".ljust(len("ipc://") + 107, "x")
     bind_router(context, endpoint)
@@ -89,6 +93,22 @@ def test_a_full_or_missing_peer_raises_and_loses_nothing(
     dealer.close(linger=0)
     for missing in (identity, b"nobody"):
         assert refusal(router, missing) == errno.EHOSTUNREACH
+
+
+def test_a_peer_is_known_by_its_name(tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    tmp_path.chmod(0o700)
+    endpoint = f"ipc://{tmp_path}/engine"
+    router = bind_router(context, endpoint)
+    dealers = [make_dealer(context, endpoint, name="http") for _ in range(2)]
+    for dealer in dealers:
+        dealer.connect(endpoint)
+        dealer.send(b"hello")
+    names = {peer_name(router.recv_multipart()[0]) for _ in dealers}
+    # One name may be used by many at a time.
+    assert len(names) == 2 and all(re.fullmatch("http-[0-9a-f]{8}", name) for name in names)
+    # Whatever a stranger calls itself, it stays one field of one line.
+    assert peer_name(b"\x00\xff") == "00ff"
+    assert peer_name(b"a b\nc=d") == b"a b\nc=d".hex()
 
 
 def fill(router: zmq.Socket[bytes], identity: bytes) -> int:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import safetensors
 import torch
 import transformers
 
 from engine_core.model import gguf
+from tests.wire_peers import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +116,9 @@ def test_two_processes_convert_it_once(smollm2: Path, tmp_path: Path) -> None:
 
 
 def test_what_an_interrupted_conversion_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = tmp_path / "some.gguf"
+    weights = tmp_path / "some[1].gguf"
     weights.write_bytes(b"weights")
-    name = f"some-{gguf._digest(weights)}"
+    name = f"some[1]-{gguf._digest(weights)}"
     left, foreign = tmp_path / f".{name}-abc", tmp_path / ".other-abc"
     for directory in (left, foreign):
         directory.mkdir()
@@ -125,6 +127,20 @@ def test_what_an_interrupted_conversion_left_is_removed(tmp_path: Path, monkeypa
     assert gguf.converted_gguf(weights, tmp_path) == tmp_path / name
     assert not left.exists()
     assert foreign.exists()
+
+
+def test_a_conversion_ends_with_the_process_that_wants_it(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from engine_core import resolve_model;"
+    code += "resolve_model('smollm2', Path(sys.argv[1]))"
+    wanting = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(gguf.__file__).parents[2])
+    try:
+        wait_until(lambda: psutil.Process(wanting.pid).children())
+        (conversion,) = psutil.Process(wanting.pid).children()
+    finally:
+        wanting.kill()
+        wanting.wait()
+    psutil.wait_procs([conversion], timeout=30)
+    assert not conversion.is_running()
 
 
 def test_the_digest_is_of_the_bytes_not_of_the_name(tmp_path: Path) -> None:

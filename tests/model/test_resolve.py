@@ -93,6 +93,23 @@ def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(tmp_path: Path) ->
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
+@pytest.mark.parametrize("taken_away", ["weights", "cache"])
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken_away: str) -> None:
+    weights, cache_dir = tmp_path / "some.gguf", tmp_path / "cache"
+    weights.write_bytes(b"GGUF")
+    if taken_away == "weights":
+        # Permissions do not keep root out, so the file goes away after it was found.
+        monkeypatch.setattr(Path, "is_file", lambda path: path == weights)
+        weights.unlink()
+        reason = f"the GGUF file {weights}: No such file or directory"
+    else:
+        cache_dir.touch()
+        reason = f"the GGUF file {weights} cannot be unpacked below {cache_dir}: Not a directory"
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve_model(str(weights), cache_dir)
+    assert any(sentence.startswith(reason) for sentence in caught.value.tried)
+
+
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FOREWORD_CACHE_DIR", str(tmp_path))
     assert default_cache_dir() == tmp_path

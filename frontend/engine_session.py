@@ -1,0 +1,66 @@
+"""One socket to one engine, with what tells that the other side is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Iterator
+from typing import TypeVar
+
+import zmq
+import zmq.asyncio
+
+from ipc.codec import encode
+from ipc.messages import FrontendMessage
+from ipc.sockets import make_dealer
+
+T = TypeVar("T")
+
+_FLUSH_MS = 200
+
+
+def _now(awaitable: Awaitable[T]) -> T:
+    # With DONTWAIT zmq.asyncio returns a future that is done already. Going around its socket instead would swallow the
+    # edge-triggered events its own receivers wait for.
+    assert isinstance(awaitable, asyncio.Future)
+    return awaitable.result()
+
+
+class EngineSession:
+    """One socket to one engine, from connecting to closing. `epoch` is 0 until the engine has answered."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, name: str) -> None:
+        """Raises zmq.ZMQError (for instance when there are too many open files), and leaves nothing open then."""
+        self.socket: zmq.asyncio.Socket = make_dealer(context, endpoint, name=name)
+        try:
+            self.monitor = self.socket.get_monitor_socket(
+                zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED | zmq.EVENT_CONNECT_RETRIED
+            )
+            self.socket.connect(endpoint)
+        except BaseException:
+            self.socket.close(linger=0)
+            raise
+        self.epoch = 0
+        self.last_heard_s = time.monotonic()
+
+    def send(self, message: FrontendMessage) -> bool:
+        """Hand `message` to the socket without waiting; False if its queue is full. Raises WireError."""
+        frames = encode(message, self.epoch)
+        try:
+            _now(self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False))
+        except zmq.Again:
+            return False
+        return True
+
+    def receive_waiting(self) -> Iterator[list[zmq.Frame]]:
+        """What lies in the socket already."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield _now(self.socket.recv_multipart(zmq.DONTWAIT, copy=False))
+
+    def close(self, *, flush: bool) -> None:
+        """`flush`: what was sent last may still leave."""
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close(linger=_FLUSH_MS if flush and self.epoch else 0)

@@ -1,0 +1,142 @@
+"""The HTTP process stops when it is told to, whenever that is, and ends every answer it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import pytest
+
+from frontend.http_config import HttpConfig, child_argv
+from tests.wire_peers import ROOT, private_endpoint, start_engine
+
+# `EngineClient.start` comes before uvicorn listens to signals.
+_TOLD_EARLY = """
+import os, signal, sys
+import frontend.http_process as http_process
+
+class ToldEarly(http_process.EngineClient):
+    async def start(self):
+        await super().start()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+http_process.EngineClient = ToldEarly
+sys.exit(http_process.main())
+"""
+
+
+@contextmanager
+def http_process(config: HttpConfig) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yields the process and its URL, once there is an engine."""
+    process = subprocess.Popen(child_argv(config), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            assert process.stdout is not None
+            urls = (re.match(r"curl (http://[^/]+)/v1/", line) for line in process.stdout)
+            yield process, next(url[1] for url in urls if url)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[str]:
+    """The endpoint of an engine that takes its time."""
+    endpoint = private_endpoint(tmp_path)
+    process = start_engine(endpoint, step_s=0.05)
+    yield endpoint
+    process.terminate()
+    process.wait()
+
+
+def endless(stream: bool) -> dict[str, object]:
+    return {"prompt": [5], "max_tokens": 60_000, "ignore_eos": True, "stream": stream}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_requests_that_take_too_long_are_told_and_end_properly(
+    engine: str, chat_model_dir: Path, number: signal.Signals
+) -> None:
+    config = HttpConfig(
+        endpoint=engine, model_dir=str(chat_model_dir), model_names=("tiny",), port=0, drain_timeout_s=0.5
+    )
+    with http_process(config) as (process, url):
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            whole = asyncio.create_task(http.post("/v1/completions", json=endless(stream=False)))
+            async with http.stream("POST", "/v1/completions", json=endless(stream=True)) as streamed:
+                events = streamed.aiter_lines()
+                assert (await anext(events)).startswith("data: {")
+                while (await http.get("/health")).json()["num_requests"] < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                process.send_signal(number)
+                # httpx raises if the chunked body breaks off.
+                *_, last = [line async for line in events if line]
+            answer = await whole
+        _, log = process.communicate(timeout=30)
+    error = {
+        "message": "the server is shutting down",
+        "type": "service_unavailable_error",
+        "param": None,
+        "code": "shutting_down",
+    }
+    assert json.loads(last.removeprefix("data: ")) == {"error": error}
+    assert answer.status_code == 503
+    assert answer.json() == {"error": error}
+    assert process.returncode == 0
+    assert "drain_timeout requests=2" in log
+    assert "Traceback" not in log
+    assert "ERROR" not in log
+
+
+async def test_requests_that_end_in_time_are_not_disturbed(engine: str, chat_model_dir: Path) -> None:
+    config = HttpConfig(endpoint=engine, model_dir=str(chat_model_dir), model_names=("tiny",), port=0)
+    with http_process(config) as (process, url):
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            async with http.stream(
+                "POST", "/v1/completions", json=endless(stream=True) | {"max_tokens": 10}
+            ) as streamed:
+                events = streamed.aiter_lines()
+                await anext(events)
+                process.terminate()
+                *_, last = [line async for line in events if line]
+            assert last == "data: [DONE]"
+        _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "drain_timeout" not in log
+
+
+def test_a_client_that_takes_no_end_is_cut_off(engine: str, chat_model_dir: Path) -> None:
+    config = HttpConfig(
+        endpoint=engine, model_dir=str(chat_model_dir), model_names=("tiny",), port=0, drain_timeout_s=0.1
+    )
+    with http_process(config) as (process, url):
+        address = urlsplit(url)
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            # It never sends all of its request.
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+            httpx.get(f"{url}/health").raise_for_status()
+            process.terminate()
+            _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "drain_timeout requests=1" in log
+    assert "Traceback" not in log
+
+
+def test_a_signal_before_uvicorn_listens_to_it_is_not_lost(tmp_path: Path, chat_model_dir: Path) -> None:
+    config = HttpConfig(
+        endpoint=private_endpoint(tmp_path), model_dir=str(chat_model_dir), model_names=("tiny",), port=0
+    )
+    argv = [sys.executable, "-c", _TOLD_EARLY, "--config", msgspec.json.encode(config).decode()]
+    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[-1].endswith("http_stopped")
