@@ -13,6 +13,8 @@ _MAX_TILE_QUERIES = 512
 # Decodes share a tile as long as padding to the longest costs no more than this.
 _MAX_PADDING_SHARE = 0.2
 _FREE_PADDING_TOKENS = 64
+# And as long as the keys gathered for it are no more than this, however many requests share a prefix.
+_MAX_TILE_KEYS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +38,39 @@ class AttentionTile:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """One step's flattened batch of requests, each with its last `query_len` tokens.
+    """One step's flattened batch of requests, each with its last `query_len` tokens. All arrays are on the CPU.
 
     Args:
         query_start_loc: `[num_requests + 1]`, where each request's tokens start in the batch.
         seq_lens: `[num_requests]`, tokens of each request up to and including this step's.
         block_tables: `[num_requests, max_blocks]`, rows filled up with anything.
-        slot_mapping: `[num_tokens]` int64 on the model's device: where each token's K/V goes; −1 is nowhere.
+        slot_mapping: `[num_tokens]`, where each token's K/V goes; −1 is nowhere.
         block_size: tokens per block.
         dtype: of the queries.
+        device: of the model; the tensors below and those of the tiles are there.
+
+    Attributes:
+        write_rows: the tokens whose K/V is stored, as places in the batch; None is all of them.
+        write_slots: `[len(write_rows)]`, where it goes.
     """
 
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
     block_tables: np.ndarray
-    slot_mapping: torch.Tensor
+    slot_mapping: np.ndarray
     block_size: int
     dtype: torch.dtype
-    _tiles: dict[int | None, list[AttentionTile]] = field(default_factory=dict, repr=False)
+    device: torch.device
+    write_rows: torch.Tensor | None = field(init=False, default=None)
+    write_slots: torch.Tensor = field(init=False)
+    _tiles: dict[int | None, list[AttentionTile]] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        # As an index, −1 would be the last slot of the pool.
+        stored = self.slot_mapping >= 0
+        if not stored.all():
+            self.write_rows = self._to_device(np.flatnonzero(stored))
+        self.write_slots = self._to_device(self.slot_mapping[stored])
 
     def tiles(self, sliding_window: int | None) -> list[AttentionTile]:
         """Tiles that cover the batch for layers that see `sliding_window` tokens back, the token itself included."""
@@ -100,7 +117,8 @@ class AttentionMetadata:
         while begin < len(requests):
             longest = int(num_keys[begin])
             shortest = min(longest * (1 - _MAX_PADDING_SHARE), longest - _FREE_PADDING_TOKENS)
-            end = begin + int(np.count_nonzero(num_keys[begin:] >= shortest))
+            similar = int(np.count_nonzero(num_keys[begin:] >= shortest))
+            end = begin + max(1, min(similar, _MAX_TILE_KEYS // longest))
             yield self._decode_tile(requests[begin:end], num_keys[begin:end])
             begin = end
 
@@ -128,7 +146,7 @@ class AttentionMetadata:
     def _additive(self, allowed: np.ndarray) -> torch.Tensor:
         mask = torch.zeros(allowed.shape, dtype=self.dtype)
         mask.masked_fill_(torch.from_numpy(~allowed), float("-inf"))
-        return mask.to(self.slot_mapping.device)
+        return mask.to(self.device)
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self.slot_mapping.device)
+        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self.device)

@@ -12,21 +12,22 @@ import torch.nn.functional as F
 
 from .attention_metadata import AttentionMetadata, AttentionTile
 
+# How many scores are written out at once where no fused kernel does it: 256 MiB of them.
+_MAX_SCORES = 1 << 26
+
 
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    metadata: AttentionMetadata,
 ) -> None:
-    """Store `key` and `value` `[num_tokens, num_kv_heads, head_dim]` in the slots `[num_tokens]`; −1 stores nothing."""
-    stored = slot_mapping >= 0
-    if not stored.all():
-        # As an index, −1 would be the last slot of the pool.
-        key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    """Store `key` and `value` `[num_tokens, num_kv_heads, head_dim]` in the step's slots; slot −1 stores nothing."""
+    if metadata.write_rows is not None:
+        key, value = key[metadata.write_rows], value[metadata.write_rows]
+    key_cache.flatten(0, 1).index_copy_(0, metadata.write_slots, key)
+    value_cache.flatten(0, 1).index_copy_(0, metadata.write_slots, value)
 
 
 def paged_attention(
@@ -98,22 +99,46 @@ def _explicit(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+    if tile.num_queries == 1:
+        mask = None if tile.mask is None else tile.mask.unsqueeze(2)
+        return _scored(query[:, None], keys, values, mask, scaling, softcap, sinks)[:, 0]
+    num_at_once = max(1, _MAX_SCORES // (query.shape[1] * tile.num_keys))
+    parts = []
+    for first in range(0, tile.num_queries, num_at_once):
+        part = query[first : first + num_at_once]
+        if tile.is_causal:
+            mask = query.new_full((len(part), tile.num_keys), float("-inf")).triu(1 + first)
+        else:
+            mask = None if tile.mask is None else tile.mask[first : first + num_at_once]
+        parts.append(_scored(part[None], keys, values, mask, scaling, softcap, sinks)[0])
+    return torch.cat(parts)
+
+
+def _scored(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`query` `[num_requests, num_queries, num_heads, head_dim]`; `mask` is added to the scores
+    `[num_requests, num_kv_heads, group_size, num_queries, num_keys]`. Returns the shape of `query`.
+    """
+    num_requests, num_queries, num_heads, _ = query.shape
+    num_kv_heads = keys.shape[1]
     group_size = num_heads // num_kv_heads
-    # [num_requests, num_kv_heads, group_size, num_queries, head_dim]; one of num_requests, num_queries is 1
-    grouped = query.view(tile.num_requests, tile.num_queries, num_kv_heads, group_size, -1).permute(0, 2, 3, 1, 4)
+    grouped = query.unflatten(2, (num_kv_heads, group_size)).permute(0, 2, 3, 1, 4)
     scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float() * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if tile.mask is not None:
-        scores += tile.mask.float() if tile.num_queries > 1 else tile.mask.float().unsqueeze(2)
-    elif tile.is_causal:
-        future = torch.ones(tile.num_queries, tile.num_keys, dtype=torch.bool, device=scores.device).triu(1)
-        scores.masked_fill_(future, float("-inf"))
+    if mask is not None:
+        scores += mask.float()
     if sinks is not None:
         sink = sinks.float().view(1, num_kv_heads, group_size, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = scores.softmax(dim=-1)
     output = weights.to(values.dtype) @ values.unsqueeze(2)
-    return output.permute(0, 3, 1, 2, 4).reshape(len(query), num_heads, -1)
+    return output.permute(0, 3, 1, 2, 4).reshape(num_requests, num_queries, num_heads, -1)

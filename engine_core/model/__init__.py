@@ -1,11 +1,14 @@
 """The model: transformers' own definitions with our attention, one flattened batch per step.
 
-`resolve` finds it, `gguf` unpacks it, `loader` loads it, `support` says what is refused and why, `attention` connects
-it to the paged KV cache, `input_batch` lays a step out, `sampler` picks tokens, `runner` is all of that behind
-`engine_core.runner.Runner`. This package itself loads no torch.
+`resolve` finds it, `gguf` unpacks it, `loader` loads it, `support` and `probe` say what is refused and why,
+`attention` connects it to the paged KV cache, `input_batch` lays a step out, `sampler` picks tokens, `memory` and
+`rehearsal` size the pool, `runner` is all of that behind `engine_core.runner.Runner`. This package itself loads no
+torch.
 """
 
 from __future__ import annotations
+
+import os
 
 # Here, because everything that may import transformers comes through here: it would trip over a foreign package first.
 try:
@@ -17,3 +20,8 @@ except ImportError as error:
     ) from error
 
 check_installation()
+
+# Read when torch is loaded, which comes after this. By default an OpenMP thread that waits for another spins for
+# milliseconds; with anything else running on the same cores it thereby keeps off the one it waits for.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "1000"

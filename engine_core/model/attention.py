@@ -6,7 +6,7 @@ of the model's forward; no mask function is registered, so transformers builds n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from kernels.attention_metadata import AttentionMetadata
 from kernels.paged_attention import paged_attention, write_kv
 
-from .support import LayerShape, UnsupportedModelError
+from .support import UnsupportedModelError
 
 ATTENTION_NAME = "foreword"
 
@@ -62,7 +62,7 @@ class PagedKV:
         options: AttentionOptions,
     ) -> torch.Tensor:
         key_cache, value_cache = self.key_caches[layer_idx], self.value_caches[layer_idx]
-        write_kv(key, value, key_cache, value_cache, self.metadata.slot_mapping)
+        write_kv(key, value, key_cache, value_cache, self.metadata)
         return paged_attention(
             query,
             key_cache,
@@ -75,30 +75,6 @@ class PagedKV:
         )
 
 
-@dataclass(slots=True)
-class ShapeProbe:
-    """Finds out what each layer stores, whatever the architecture calls it, by watching one forward."""
-
-    shapes: dict[int, LayerShape] = field(default_factory=dict)
-
-    def attend(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        if layer_idx in self.shapes:
-            raise UnsupportedModelError(
-                f"two attention layers share the number {layer_idx}: one KV cache cannot serve both"
-            )
-        if len(key) != len(query):
-            raise UnsupportedModelError(f"layer {layer_idx} attends to {len(key)} keys for {len(query)} tokens")
-        self.shapes[layer_idx] = LayerShape(key.shape[1], key.shape[2], value.shape[2], options.sliding_window)
-        return query.new_zeros(*query.shape[:2], value.shape[2])
-
-
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -109,13 +85,23 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     layer_kv: LayerKV | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: `[1, heads, num_tokens, head_dim]` in, `[1, num_tokens, heads, head_dim]` out."""
+    """What transformers calls: `[1, heads, num_tokens, head_dim]` in, `[1, num_tokens, heads, head_dim]` out.
+
+    Raises:
+        UnsupportedModelError: the layer wants something that a paged cache does not do.
+    """
     if layer_kv is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not pass keyword arguments through to its attention")
-    if not getattr(module, "is_causal", True):
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} makes an attention mask of its own {tuple(attention_mask.shape)}, which a paged"
+            " cache does not use"
+        )
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedModelError(f"{type(module).__name__} is not causal: no prefix of it can be reused")
     output = layer_kv.attend(
         module.layer_idx,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import transformers
 
 from engine_core.errors import InvalidConfigError
 
-from .attention import ATTENTION_NAME, ShapeProbe
-from .support import LayerShape, UnsupportedModelError, check_config, check_layers, check_model_class
+from .attention import ATTENTION_NAME
+from .progress import transformers_progress
+from .support import UnsupportedModelError, check_config, check_model_class
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -70,41 +72,21 @@ def load_model(path: Path, config: Any, dtype: torch.dtype, device: torch.device
     Raises:
         InvalidConfigError: the weight files lack a tensor or have one of another shape.
     """
-    model, loading = _model_class(config).from_pretrained(
-        path,
-        config=config,
-        dtype=dtype,
-        attn_implementation=_attention_names(config),
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    with transformers_progress(shown=sys.stderr.isatty()):
+        model, loading = _model_class(config).from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_attention_names(config),
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     # transformers fills them with random numbers and goes on.
     missing = sorted(loading["missing_keys"])
     if missing:
         raise InvalidConfigError(f"model: the weights in {path} lack {', '.join(missing[:5])} ({len(missing)} missing)")
     return model.to(device).eval()
-
-
-@torch.inference_mode()
-def probe_layers(model: torch.nn.Module, config: Any, num_tokens: int = 1) -> dict[int, LayerShape]:
-    """What each attention layer stores, by layer number: found by running `num_tokens` tokens through the model.
-
-    Raises:
-        UnsupportedModelError: its layers do not attend the way the configuration says.
-    """
-    probe = ShapeProbe()
-    device = next(model.parameters()).device
-    positions = torch.arange(num_tokens, device=device)[None]
-    model(
-        input_ids=torch.zeros_like(positions),
-        position_ids=positions,
-        use_cache=False,
-        logits_to_keep=1,
-        layer_kv=probe,
-    )
-    check_layers(config, probe.shapes)
-    return probe.shapes
 
 
 def end_of_sequence_ids(model: Any, config: Any) -> frozenset[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import torch
 
 from engine_core.config import EngineConfig
 from engine_core.errors import InvalidConfigError
+
+from .host_memory import available_memory_bytes
 
 _CPU_SHARE = 0.25
 _CPU_CAP_BYTES = 4 << 30
@@ -50,17 +50,3 @@ def choose_num_blocks(
             f" needs {block_bytes} bytes"
         )
     return num_blocks
-
-
-def available_memory_bytes() -> int:
-    """What could be allocated without swapping, by the kernel's estimate, within this process's control group."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (limit_text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(limit_text) - int(used.read_text())))
-    return available

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from engine_core.config import EngineConfig
+from engine_core.errors import InvalidConfigError
 from engine_core.runner import ModelInfo, ScheduledRequest
 
 from .attention import PagedKV
 from .fingerprint import cache_namespace, model_fingerprint
 from .input_batch import build_input_batch
-from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, probe_layers
+from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model
 from .memory import choose_num_blocks
+from .probe import probe_layers
+from .rehearsal import SCRATCH_BLOCK_ID, heaviest_step
 from .sampler import sample
 from .support import LayerShape, usable_model_len
 
@@ -54,10 +57,9 @@ class ModelRunner:
             block_bytes=sum(s.values_per_token for s in shapes.values()) * self._dtype.itemsize * config.block_size,
             max_model_len=max_model_len,
             device=self._device,
-            activation_bytes=self._measure_activations(model_config, min(config.max_num_batched_tokens, max_model_len)),
+            activation_bytes=self._measure_step(config, max_model_len, shapes) if self._device.type == "cuda" else 0,
         )
-        self._key_caches = {index: self._allocate(num_blocks, s, s.key_head_dim) for index, s in shapes.items()}
-        self._value_caches = {index: self._allocate(num_blocks, s, s.value_head_dim) for index, s in shapes.items()}
+        self._key_caches, self._value_caches = self._allocate(num_blocks, shapes)
         dtype_name = str(self._dtype).removeprefix("torch.")
         self.info = ModelInfo(
             name=path.resolve().name,
@@ -81,6 +83,14 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Sequence[ScheduledRequest]) -> list[int | None]:
         """As `engine_core.runner.Runner.execute`."""
+        return self._compute(batch, self._key_caches, self._value_caches)
+
+    def _compute(
+        self,
+        batch: Sequence[ScheduledRequest],
+        key_caches: dict[int, torch.Tensor],
+        value_caches: dict[int, torch.Tensor],
+    ) -> list[int | None]:
         inputs = build_input_batch(batch, block_size=self._block_size, dtype=self._dtype, device=self._device)
         tokens: list[int | None] = [None] * len(batch)
         logits = self._model(
@@ -88,7 +98,7 @@ class ModelRunner:
             position_ids=inputs.position_ids,
             use_cache=False,
             logits_to_keep=inputs.logits_indices,
-            layer_kv=PagedKV(self._key_caches, self._value_caches, inputs.metadata),
+            layer_kv=PagedKV(key_caches, value_caches, inputs.metadata),
         ).logits[0]
         if inputs.sampling:
             sampled = sample(logits, [batch[index].request for index in inputs.sampling])
@@ -96,18 +106,45 @@ class ModelRunner:
                 tokens[index] = token
         return tokens
 
-    def _allocate(self, num_blocks: int, shape: LayerShape, head_dim: int) -> torch.Tensor:
-        # Not cleared: no slot is read before it was written, and on a CPU untouched pages take no memory.
-        size = (num_blocks, self._block_size, shape.num_kv_heads, head_dim)
-        return torch.empty(size, dtype=self._dtype, device=self._device)
+    def _allocate(
+        self, num_blocks: int, shapes: dict[int, LayerShape]
+    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Each layer's key and value cache. Not cleared: no slot is read before it was written, and on a CPU untouched
+        pages take no memory.
+        """
 
-    def _measure_activations(self, model_config: Any, num_tokens: int) -> int:
-        """Bytes a full step needs beyond the weights. On a CPU nothing is reserved for it."""
-        if self._device.type != "cuda":
-            return 0
-        torch.cuda.reset_peak_memory_stats(self._device)
+        def allocate(shape: LayerShape, head_dim: int) -> torch.Tensor:
+            size = (num_blocks, self._block_size, shape.num_kv_heads, head_dim)
+            return torch.empty(size, dtype=self._dtype, device=self._device)
+
+        return (
+            {layer_idx: allocate(shape, shape.key_head_dim) for layer_idx, shape in shapes.items()},
+            {layer_idx: allocate(shape, shape.value_head_dim) for layer_idx, shape in shapes.items()},
+        )
+
+    @torch.inference_mode()
+    def _rehearse(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> None:
+        """Compute the heaviest step, sampling included, in a cache of its own."""
+        key_caches, value_caches = self._allocate(SCRATCH_BLOCK_ID + 1, shapes)
+        for cache in (*key_caches.values(), *value_caches.values()):
+            cache.zero_()
+        self._compute(heaviest_step(config, max_model_len), key_caches, value_caches)
+
+    def _measure_step(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> int:
+        """Bytes of CUDA memory the heaviest step needs beyond the weights.
+
+        Raises:
+            InvalidConfigError: there are not that many.
+        """
         before_bytes = torch.cuda.memory_allocated(self._device)
-        probe_layers(self._model, model_config, num_tokens)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            self._rehearse(config, max_model_len, shapes)
+        except torch.OutOfMemoryError as error:
+            raise InvalidConfigError(
+                f"{self._device} has no memory for a step with max_num_batched_tokens={config.max_num_batched_tokens},"
+                f" max_num_seqs={config.max_num_seqs} and max_model_len={max_model_len}; lower one of them ({error})"
+            ) from error
         peak_bytes = torch.cuda.max_memory_allocated(self._device) - before_bytes
         torch.cuda.empty_cache()
         return peak_bytes

@@ -84,11 +84,13 @@ def check_layers(config: Any, shapes: Mapping[int, LayerShape]) -> None:
     window = getattr(text_config, "sliding_window", None)
     layer_types = getattr(text_config, "layer_types", None)
     for layer_idx, shape in shapes.items():
-        slides = layer_types is None or layer_types[layer_idx] == "sliding_attention"
-        if slides and window is not None and shape.sliding_window != window:
+        slides = window is not None if layer_types is None else layer_types[layer_idx] == "sliding_attention"
+        if slides and window is None:
+            continue  # the configuration calls its window something else
+        if shape.sliding_window != (window if slides else None):
             raise UnsupportedModelError(
-                f"{config.model_type}: layer {layer_idx} should see {window} tokens back, but its attention is told"
-                f" {shape.sliding_window}; it relies on a mask, which a paged cache does not use"
+                f"{config.model_type}: layer {layer_idx} should see {window if slides else 'all'} tokens back, but its"
+                f" attention is told {shape.sliding_window}; it relies on a mask, which a paged cache does not use"
             )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
+import kernels.attention_metadata
+import kernels.paged_attention
 from kernels.attention_metadata import AttentionMetadata
 from kernels.paged_attention import paged_attention, write_kv
 
@@ -17,6 +19,7 @@ from .reference import reference_attention
 
 BLOCK_SIZE = 16
 HEAD_DIM = 32
+CPU = torch.device("cpu")
 
 # (query_len, seq_len) of each request
 BATCHES = {
@@ -89,9 +92,10 @@ def make_case(batch: list[tuple[int, int]], num_heads: int, num_kv_heads: int, d
         query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]),
         seq_lens=np.array(seq_lens),
         block_tables=padded_tables,
-        slot_mapping=torch.tensor(slots),
+        slot_mapping=np.array(slots),
         block_size=BLOCK_SIZE,
         dtype=dtype,
+        device=CPU,
     )
     num_tokens = sum(query_lens)
     return Case(
@@ -117,6 +121,13 @@ def test_equals_the_reference(batch: str, heads: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_chunk_of_several_tiles_equals_the_reference(variant: str) -> None:
     check([(530, 600), (1, 12)], *HEADS["MQA"], torch.float32, variant, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("variant", ["softcap", "sinks", "softcap, window and sinks"])
+@pytest.mark.parametrize("batch", ["whole prompts", "everything at once"])
+def test_scores_in_parts_equal_the_reference(batch: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.paged_attention, "_MAX_SCORES", 7 * 6 * 32)
+    check(BATCHES[batch], *HEADS["GQA"], torch.float32, variant, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -152,7 +163,7 @@ def check(
         options["sinks"] = torch.linspace(-1.0, 2.0, num_heads)
     scaling = HEAD_DIM**-0.5
 
-    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slot_mapping)
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata)
     actual = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=scaling, **options)
     expected = reference_attention(
         case.query,
@@ -168,10 +179,24 @@ def check(
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+def writing_to(slots: list[int]) -> AttentionMetadata:
+    """A step of one token for each of the slots; what it attends to does not matter."""
+    count = len(slots)
+    return AttentionMetadata(
+        query_start_loc=np.arange(count + 1),
+        seq_lens=np.ones(count, dtype=np.int64),
+        block_tables=np.zeros((count, 1), dtype=np.int64),
+        slot_mapping=np.array(slots),
+        block_size=4,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
 def test_slot_minus_one_writes_nothing() -> None:
     key_cache, value_cache = torch.full((2, 4, 4, 1, 8), 7.0)
     key = torch.arange(3.0)[:, None, None].expand(3, 1, 8)
-    write_kv(key, key + 10, key_cache, value_cache, torch.tensor([5, -1, 2]))
+    write_kv(key, key + 10, key_cache, value_cache, writing_to([5, -1, 2]))
 
     written = {5: 0.0, 2: 2.0}
     for slot in range(16):
@@ -181,25 +206,26 @@ def test_slot_minus_one_writes_nothing() -> None:
 
 def test_a_step_that_writes_nothing_at_all() -> None:
     key_cache, value_cache = torch.full((2, 4, 4, 1, 8), 7.0)
-    write_kv(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), key_cache, value_cache, torch.tensor([-1]))
+    write_kv(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), key_cache, value_cache, writing_to([-1]))
     assert key_cache.unique().tolist() == [7.0] and value_cache.unique().tolist() == [7.0]
 
 
 def test_a_whole_prompt_hit_reads_the_cached_last_token() -> None:
     """The one token of such a step goes to slot −1: what is read must be what the cache held, not the new K/V."""
     case = make_case([(1, 32)], 4, 2, torch.float32, seed=3)
-    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slot_mapping)
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata)
     cached = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=0.2)
 
-    write_kv(case.key + 1, case.value + 1, case.key_cache, case.value_cache, torch.tensor([-1]))
-    again = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=0.2)
+    hit = replace(case.metadata, slot_mapping=np.array([-1]))
+    write_kv(case.key + 1, case.value + 1, case.key_cache, case.value_cache, hit)
+    again = paged_attention(case.query, case.key_cache, case.value_cache, hit, scaling=0.2)
     assert torch.equal(cached, again)
     assert case.key_cache[-1].isnan().all()
 
 
 def test_values_may_be_narrower_than_keys() -> None:
     case = make_case([(3, 20), (1, 9)], 4, 2, torch.float32, seed=4)
-    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slot_mapping)
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata)
     wide = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=0.2)
     narrow = paged_attention(
         case.query, case.key_cache, case.value_cache[..., :16].contiguous(), case.metadata, scaling=0.2
@@ -222,3 +248,17 @@ def test_a_window_reads_no_keys_it_cannot_see() -> None:
 def test_decodes_share_a_tile_unless_padding_is_dear() -> None:
     metadata = make_case([(1, 300), (1, 290), (1, 20), (1, 30)], 4, 2, torch.float32, seed=0).metadata
     assert [(tile.num_requests, tile.num_keys) for tile in metadata.tiles(None)] == [(2, 300), (2, 30)]
+
+
+def test_a_tile_gathers_no_more_keys_than_memory_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests on one long prefix would gather it as many times."""
+    monkeypatch.setattr(kernels.attention_metadata, "_MAX_TILE_KEYS", 650)
+    metadata = make_case([(1, 300)] * 5 + [(1, 700)], 4, 2, torch.float32, seed=0).metadata
+    assert [(t.num_requests, t.num_keys) for t in metadata.tiles(None)] == [(1, 700), (2, 300), (2, 300), (1, 300)]
+
+
+def test_which_tokens_are_stored_is_worked_out_once_per_step() -> None:
+    everything, some = writing_to([5, 2]), writing_to([-1, 5, -1, 2])
+    assert everything.write_rows is None
+    assert some.write_rows is not None and some.write_rows.tolist() == [1, 3]
+    assert everything.write_slots.tolist() == some.write_slots.tolist() == [5, 2]

@@ -66,7 +66,6 @@ def test_by_default_most_of_the_memory_stays_free(tiny: Path, monkeypatch: pytes
     monkeypatch.undo()
     # Nor is there more than all requests together could fill.
     assert ModelRunner(make_config(tiny, max_num_seqs=2, max_model_len=33)).info.num_blocks == 2 * 3
-    assert 0 < memory.available_memory_bytes() < 1 << 50
 
 
 def test_sharing_of_blocks_needs_the_same_weights_dtype_and_layout(tiny: Path, tmp_path: Path) -> None:

@@ -86,8 +86,15 @@ def test_full_layers_of_a_mixed_model_have_no_window() -> None:
         num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=24
     )
     check_layers(config, {0: LayerShape(1, 8, 8, 24), 1: LayerShape(1, 8, 8, None)})
-    with pytest.raises(UnsupportedModelError, match="layer 0"):
+    with pytest.raises(UnsupportedModelError, match="layer 0 should see 24 tokens back"):
         check_layers(config, {0: LayerShape(1, 8, 8, None), 1: LayerShape(1, 8, 8, None)})
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 should see all tokens back, .* is told 24"):
+        check_layers(config, {0: LayerShape(1, 8, 8, 24), 1: LayerShape(1, 8, 8, 24)})
+
+
+def test_a_window_the_configuration_knows_nothing_of_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 should see all tokens back, .* is told 24"):
+        check_layers(transformers.LlamaConfig(), {0: LayerShape(1, 8, 8, 24)})
 
 
 def test_a_model_that_never_calls_our_attention_is_refused() -> None:
