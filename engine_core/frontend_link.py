@@ -239,7 +239,7 @@ class FrontendLink:
     def _greet(self, identity: bytes, frontend: _Frontend | None) -> None:
         if frontend is None:
             frontend = self._frontends[identity] = _Frontend(identity, time.monotonic())
-            logger.info("frontend_joined frontend=%s", peer_name(identity))
+            logger.debug("frontend_joined frontend=%s", peer_name(identity))
         else:
             # A frontend that starts anew has no use for what it had in flight, nor for what waits for it.
             self._abort(frontend, list(frontend.engine_ids))

@@ -136,7 +136,7 @@ def main() -> int:
 
     def build_engine() -> EngineCore:
         config = msgspec.json.decode(arguments.config, type=EngineConfig)
-        logger.info("engine_loading model=%s", config.model)
+        logger.info("engine_loading model=%s directory=%s", config.model_name or config.model, config.model)
         from .engine import EngineCore
 
         return EngineCore(config)

@@ -13,24 +13,26 @@ from .host_memory import available_memory_bytes
 
 _CPU_SHARE = 0.25
 _CPU_CAP_BYTES = 4 << 30
+# What a CPU computes in hours. Tiny models would otherwise get millions of blocks.
+_CPU_CAP_TOKENS = 1 << 20
 
 
-def choose_num_blocks(
-    config: EngineConfig, *, block_bytes: int, max_model_len: int, device: torch.device, activation_bytes: int
-) -> int:
+def choose_num_blocks(config: EngineConfig, *, block_bytes: int, device: torch.device, activation_bytes: int) -> int:
     """Blocks of the pool, in this order of precedence: `num_blocks`, `kv_cache_memory_bytes`, and what the device has.
 
     On CUDA that is `gpu_memory_utilization` of its memory, less what is in use and the `activation_bytes` of a full
-    step. On a CPU it is a quarter of the memory available now, at most 4 GiB, and no more than
-    `max_num_seqs` requests of `max_model_len` tokens can fill.
+    step. On a CPU it is a quarter of the memory available now, at most 4 GiB and about a million tokens: more than
+    running requests need, because what finished ones leave behind is what later ones find.
 
     Raises:
-        InvalidConfigError: there is no room for a single block.
+        InvalidConfigError: there is no room for a single block, or less memory than was asked for.
     """
     if config.num_blocks is not None:
+        check_room("num_blocks", config.num_blocks * block_bytes, device)
         return config.num_blocks
     if config.kv_cache_memory_bytes is not None:
         budget_bytes, setting = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        check_room(setting, budget_bytes, device)
     elif device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         in_use_bytes = total_bytes - free_bytes
@@ -40,8 +42,8 @@ def choose_num_blocks(
             f" use and {activation_bytes} needed by a step of max_num_batched_tokens={config.max_num_batched_tokens},"
         )
     else:
-        usable_bytes = config.max_num_seqs * math.ceil(max_model_len / config.block_size) * block_bytes
-        budget_bytes = min(int(available_memory_bytes() * _CPU_SHARE), _CPU_CAP_BYTES, usable_bytes)
+        cap_bytes = min(_CPU_CAP_BYTES, math.ceil(_CPU_CAP_TOKENS / config.block_size) * block_bytes)
+        budget_bytes = min(int(available_memory_bytes() * _CPU_SHARE), cap_bytes)
         setting = f"{_CPU_SHARE:.0%} of the available memory"
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 1:
@@ -50,3 +52,12 @@ def choose_num_blocks(
             f" needs {block_bytes} bytes"
         )
     return num_blocks
+
+
+def check_room(setting: str, wanted_bytes: int, device: torch.device) -> None:
+    """Raises InvalidConfigError if `wanted_bytes` are more than the device has to give."""
+    available_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
+    if wanted_bytes > available_bytes:
+        raise InvalidConfigError(
+            f"{setting}: the KV pool would take {wanted_bytes} bytes, {available_bytes} are available"
+        )

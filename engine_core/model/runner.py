@@ -55,14 +55,13 @@ class ModelRunner:
         num_blocks = choose_num_blocks(
             config,
             block_bytes=sum(s.values_per_token for s in shapes.values()) * self._dtype.itemsize * config.block_size,
-            max_model_len=max_model_len,
             device=self._device,
             activation_bytes=self._measure_step(config, max_model_len, shapes) if self._device.type == "cuda" else 0,
         )
         self._key_caches, self._value_caches = self._allocate(num_blocks, shapes)
         dtype_name = str(self._dtype).removeprefix("torch.")
         self.info = ModelInfo(
-            name=path.resolve().name,
+            name=config.model_name or path.resolve().name,
             vocab_size=_vocab_size(self._model, model_config),
             max_model_len=max_model_len,
             eos_token_ids=end_of_sequence_ids(self._model, model_config),
