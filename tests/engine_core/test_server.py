@@ -238,6 +238,8 @@ def test_a_frontend_that_does_not_read_loses_its_requests_but_no_word(endpoint: 
         wait_until(lambda: is_idle(server.engine))
         # While nothing can be said to it, it gets nothing new either.
         slow.add("one more", [1])
+        slow.send(Heartbeat(), epoch=1)  # once this was dropped, what came before it was taken
+        wait_until(lambda: server.link.drops.counts["stale_epoch"] == 1)
         results = slow.finish(*prompts, "one more")
         for request_id, (tokens, last) in results.items():
             assert last.error is not None and last.error.code == "overloaded"
