@@ -7,6 +7,7 @@ contains can fail inside a step, where it would end its batch mates' requests to
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from ipc.messages import EngineCapabilities, EngineRequest, ExtraKeySpan, SamplingParams
 
@@ -18,6 +19,9 @@ MAX_KEY_BYTES = 4096
 # Spans over one position: images, an adapter, a salt, prompt embeddings, and some of the embedder's own.
 MAX_SPANS_PER_TOKEN = 16
 MAX_INT32 = 2**31 - 1
+MAX_LOGPROBS = 20
+MAX_CONTINUATIONS = 128
+MAX_BAD_WORD_TOKENS = 65_536
 
 
 def check_config(config: EngineConfig) -> None:
@@ -130,5 +134,51 @@ def _check_sampling(params: SamplingParams, capabilities: EngineCapabilities) ->
         raise InvalidRequestError(f"top_p: must be in (0, 1], is {params.top_p}", "top_p")
     if not 0 <= params.top_k <= MAX_INT32:
         raise InvalidRequestError(f"top_k: must be in 0 (off) … {MAX_INT32}, is {params.top_k}", "top_k")
+    _check_logit_settings(params, capabilities.vocab_size)
+    if params.min_tokens < 0 or (params.max_tokens is not None and params.min_tokens > params.max_tokens):
+        raise InvalidRequestError(
+            f"min_tokens: must be in 0 … max_tokens ({params.max_tokens}), is {params.min_tokens}", "min_tokens"
+        )
+    if not 1 <= params.n <= MAX_CONTINUATIONS:
+        raise InvalidRequestError(f"n: must be in 1 … {MAX_CONTINUATIONS}, is {params.n}", "n")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and not 0 <= value <= MAX_LOGPROBS:
+            raise InvalidRequestError(f"{name}: must be in 0 … {MAX_LOGPROBS}, is {value}", name)
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise InvalidRequestError(f"seed: must be a signed 64-bit integer, is {params.seed}", "seed")
+
+
+def _check_logit_settings(params: SamplingParams, vocab_size: int) -> None:
+    if not 0 <= params.min_p <= 1:
+        raise InvalidRequestError(f"min_p: must be in [0, 1], is {params.min_p}", "min_p")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(params, name) <= 2:
+            raise InvalidRequestError(f"{name}: must be in [-2, 2], is {getattr(params, name)}", name)
+    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
+        raise InvalidRequestError(
+            f"repetition_penalty: must be finite and above 0, is {params.repetition_penalty}", "repetition_penalty"
+        )
+    for token_id, bias in params.logit_bias.items():
+        if not math.isfinite(bias):
+            raise InvalidRequestError(f"logit_bias[{token_id}]: must be finite, is {bias}", "logit_bias")
+    _check_vocabulary("logit_bias", params.logit_bias, vocab_size)
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids: at least one token must be allowed", "allowed_token_ids")
+        _check_vocabulary("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    num_bad_word_tokens = sum(len(word) for word in params.bad_words_token_ids)
+    if not all(params.bad_words_token_ids) or num_bad_word_tokens > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequestError(
+            f"bad_words_token_ids: no word may be empty, and all together have at most {MAX_BAD_WORD_TOKENS} tokens"
+            f" (they have {num_bad_word_tokens})",
+            "bad_words_token_ids",
+        )
+    for word in params.bad_words_token_ids:
+        _check_vocabulary("bad_words_token_ids", word, vocab_size)
+
+
+def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if outside is not None:
+        raise InvalidRequestError(f"{name}: token id {outside} is outside the vocabulary, 0 … {vocab_size - 1}", name)

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterable
 
-from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError, RequestOutput
+from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError
 
 from .checks import check_config, check_request
 from .config import EngineConfig
@@ -120,7 +120,7 @@ class EngineCore:
         Raises:
             InvalidRequestError: an unfinished request has the same id.
         """
-        if request.request_id in self._scheduler.requests:
+        if self._scheduler.is_unfinished(request.request_id):
             raise InvalidRequestError(
                 f"request_id: {request.request_id!r} belongs to an unfinished request", "request_id"
             )
@@ -128,7 +128,7 @@ class EngineCore:
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """End these requests now; no output will mention them again. Unknown ids are ignored. Returns those ended."""
-        return [request.request_id for request in self._scheduler.abort(request_ids)]
+        return self._scheduler.abort(request_ids)
 
     def step(self) -> EngineOutputs:
         """Compute one step. Empty if nothing is unfinished.
@@ -140,20 +140,20 @@ class EngineCore:
         if not step.scheduled:
             return EngineOutputs()
         try:
-            sampled_token_ids = self.runner.execute(step.scheduled)
+            if step.copies:
+                self.runner.copy_blocks(step.copies)
+            result = self.runner.execute(step.scheduled)
         except Exception as error:
             self._num_failed_steps += 1
             self.num_consecutive_failed_steps += 1
             logger.exception("step_failed requests=%d tokens=%d", len(step.scheduled), step.num_tokens)
             reason = RequestError("internal", f"the model failed in this step: {type(error).__name__}: {error}")
-            return EngineOutputs(
-                [
-                    RequestOutput(request.request_id, [], request.num_cached_tokens or 0, "error", error=reason)
-                    for request in self._scheduler.withdraw(step)
-                ]
-            )
+            outputs = self._scheduler.withdraw(step)
+            for output in outputs:
+                output.error = reason
+            return EngineOutputs(outputs)
         self.num_consecutive_failed_steps = 0
-        return EngineOutputs(self._scheduler.update(step, sampled_token_ids))
+        return EngineOutputs(self._scheduler.update(step, result))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._scheduler.requests)

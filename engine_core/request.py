@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import enum
+import hashlib
 from collections.abc import Sequence
 
-from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams
+from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams, TokenLogprob
 
 
 class RequestStatus(enum.IntEnum):
@@ -21,18 +23,26 @@ class Request:
     `token_ids` holds the prompt followed by everything generated so far. `block_hashes[i]` is the
     identity of its i-th full block. KV entries exist for the first `num_computed_tokens` tokens.
     `num_cached_tokens` is the hit of the first admission, None before it.
+
+    It is one of the `n` continuations its caller asked for: `index` says which, and `parent`, until it is admitted, who
+    has computed its prompt (None for the first). `request_id` is unique in the engine, `output_id` is the caller's.
+    `prompt_logprobs` collects those of the prompt until they are given out; None where nobody asked.
     """
 
     __slots__ = (
         "arrival_time_s",
         "block_hashes",
         "extra_key_spans",
+        "index",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "output_id",
+        "parent",
         "priority",
+        "prompt_logprobs",
         "read_prefix_cache",
         "request_id",
         "sampling_params",
@@ -44,12 +54,19 @@ class Request:
     def __init__(self, source: EngineRequest, *, max_tokens: int, seed: int, arrival_time_s: float) -> None:
         """`max_tokens`, `seed` and `arrival_time_s` are the source's with their defaults resolved."""
         self.request_id: str = source.request_id
+        self.output_id: str = source.request_id
+        self.index = 0
+        self.parent: Request | None = None
         self.token_ids: list[int] = list(source.prompt_token_ids)
         self.num_prompt_tokens: int = len(self.token_ids)
         self.sampling_params: SamplingParams = source.sampling_params
         self.extra_key_spans: Sequence[ExtraKeySpan] = source.extra_key_spans
         self.priority: int = source.priority
-        self.read_prefix_cache: bool = source.read_prefix_cache
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if self.sampling_params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+        # A token found in the cache has no logits.
+        self.read_prefix_cache: bool = source.read_prefix_cache and self.prompt_logprobs is None
         self.max_tokens = max_tokens
         self.seed = seed
         self.arrival_time_s = arrival_time_s
@@ -58,6 +75,21 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+
+    def fork(self, index: int) -> Request:
+        """Another continuation of the same prompt, with randomness of its own. Nothing of it is computed yet."""
+        child = copy.copy(self)
+        child.request_id = f"{self.request_id}\0{index}"
+        child.index = index
+        child.parent = self
+        child.token_ids = self.token_ids[: self.num_prompt_tokens]
+        child.seed = derived_seed(self.seed, index)
+        child.block_hashes = self.block_hashes.copy()
+        child.prompt_logprobs = None
+        child.status = RequestStatus.WAITING
+        child.num_computed_tokens = 0
+        child.num_preemptions = 0
+        return child
 
     @property
     def num_tokens(self) -> int:
@@ -72,3 +104,9 @@ class Request:
             f"Request({self.request_id!r}, {self.status.name}, {self.num_prompt_tokens}+{self.num_output_tokens}"
             f" tokens, {self.num_computed_tokens} computed)"
         )
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of a request's continuation `index`, as far from its siblings' as from a stranger's."""
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

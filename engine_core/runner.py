@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from ipc.messages import TokenLogprob
 
 from .request import Request
 
@@ -34,6 +36,20 @@ class ScheduledRequest:
         return self.start + self.num_tokens == self.request.num_tokens
 
 
+@dataclass(slots=True)
+class StepResult:
+    """What came out of a step; `i` is a request's place in the batch.
+
+    `token_ids[i]` is None where the request does not sample. `logprobs[i]` belongs to the sampled token, and
+    `prompt_logprobs[i]` to the prompt tokens that this step's tokens predict, in order; both only where asked for
+    (`SamplingParams.logprobs`; `Request.prompt_logprobs` is not None).
+    """
+
+    token_ids: list[int | None]
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the engine must know of the model it drives.
@@ -53,9 +69,13 @@ class ModelInfo:
 class Runner(Protocol):
     info: ModelInfo
 
-    def execute(self, batch: Sequence[ScheduledRequest]) -> list[int | None]:
-        """Compute one step. Returns one entry per request: the sampled token, or None where it does not sample.
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, `(source, target)` each, before the step's own writes. No target is also a source."""
+        ...
 
-        `batch` is never empty. On an exception nothing is known about the K/V written in this step.
+    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
+        """Compute one step. `batch` is never empty.
+
+        On an exception nothing is known about the K/V written in this step.
         """
         ...

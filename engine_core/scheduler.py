@@ -8,25 +8,29 @@ finds no block, another one is preempted: its blocks are freed, and it is comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ipc.messages import FinishReason, RequestOutput
 
 from .config import SchedulingPolicy
-from .kv_cache import KVCacheManager
+from .kv_cache import KVCacheManager, PrefixHit
 from .request import Request, RequestStatus
-from .runner import ScheduledRequest
+from .runner import ScheduledRequest, StepResult
 from .stats import SchedulerCounters
 from .waiting_queue import make_waiting_queue
 
 
 @dataclass(slots=True)
 class Step:
-    """One scheduled step: what to compute, in batch order, and who had to give way for it."""
+    """One scheduled step: what to compute, in batch order, and who had to give way for it.
+
+    `copies` are blocks to copy first, `(source, target)`.
+    """
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -76,27 +80,41 @@ class Scheduler:
         self.reserve_full_sequence = reserve_full_sequence
         self.num_watermark_blocks = num_watermark_blocks
         self.requests: dict[str, Request] = {}
+        # Of requests with several continuations: caller's id → ids of those unfinished.
+        self._families: dict[str, set[str]] = {}
         self.running: list[Request] = []
         self.waiting = make_waiting_queue(policy)
         self.counters = SchedulerCounters()
 
+    def is_unfinished(self, output_id: str) -> bool:
+        return output_id in self.requests or output_id in self._families
+
     def add(self, request: Request) -> None:
-        self.requests[request.request_id] = request
+        self._register(request)
         self.waiting.add(request)
 
-    def abort(self, request_ids: Iterable[str]) -> list[Request]:
-        """End these requests at once and free their blocks. Unknown ids are ignored. Returns those ended."""
+    def _register(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        if request.sampling_params.n > 1:
+            self._families.setdefault(request.output_id, set()).add(request.request_id)
+
+    def abort(self, output_ids: Iterable[str]) -> list[str]:
+        """End these requests with all continuations and free their blocks. Unknown ids are ignored.
+
+        Returns the ids of those ended.
+        """
         aborted = []
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is None:
+        for output_id in output_ids:
+            if not self.is_unfinished(output_id):
                 continue
-            if request.status is RequestStatus.RUNNING:
-                self.running.remove(request)
-            else:
-                self.waiting.remove(request)
-            self._finish(request)
-            aborted.append(request)
+            for request_id in list(self._families.get(output_id, (output_id,))):
+                request = self.requests[request_id]
+                if request.status is RequestStatus.RUNNING:
+                    self.running.remove(request)
+                else:
+                    self.waiting.remove(request)
+                self._finish(request)
+            aborted.append(output_id)
         return aborted
 
     def schedule(self) -> Step:
@@ -135,7 +153,7 @@ class Scheduler:
     def _admit_waiting(self, step: Step, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek()
-            hit = self.kv.get_computed_blocks(request)
+            hit = self._find_hit(request)
             num_tokens = self._chunk(request, hit.num_tokens, budget)
             if not self.enable_chunked_prefill and hit.num_tokens + num_tokens < request.num_tokens:
                 return
@@ -150,6 +168,9 @@ class Scheduler:
                 return
             self.waiting.pop()
             self.running.append(request)
+            request.parent = None
+            if hit.tail is not None:
+                step.copies.append((hit.tail.block_id, allocated[0].block_id))
             request.num_computed_tokens = hit.num_tokens
             if self.kv.enable_caching:
                 self.counters.count_admission(request, hit.num_tokens)
@@ -158,6 +179,13 @@ class Scheduler:
                 request.num_cached_tokens = hit.num_tokens
             step.scheduled.append(self._entry(request, num_tokens))
             budget -= num_tokens
+
+    def _find_hit(self, request: Request) -> PrefixHit:
+        parent = request.parent
+        # A parent that was preempted may hold blocks it has not computed again yet.
+        if parent is not None and parent.status is RequestStatus.RUNNING and parent.num_preemptions == 0:
+            return self.kv.get_forked_blocks(request, parent)
+        return self.kv.get_computed_blocks(request)
 
     def _chunk(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         num_tokens = request.num_tokens - num_computed_tokens
@@ -181,32 +209,45 @@ class Scheduler:
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
         request.num_preemptions += 1
         self.counters.preemptions += 1
         self.waiting.put_back(request)
 
-    def update(self, step: Step, sampled_token_ids: Sequence[int | None]) -> list[RequestOutput]:
+    def update(self, step: Step, result: StepResult) -> list[RequestOutput]:
         """The step has run: append what was sampled, finish who is done. One output per sampled token."""
         self.kv.commit_step()
         self.counters.steps += 1
         outputs = []
         finished = False
-        for entry, token_id in zip(step.scheduled, sampled_token_ids, strict=True):
+        for place, (entry, token_id) in enumerate(zip(step.scheduled, result.token_ids, strict=True)):
             request = entry.request
             request.num_computed_tokens += entry.num_tokens
             self.counters.computed_tokens += entry.num_tokens
+            if place in result.prompt_logprobs and request.prompt_logprobs is not None:
+                request.prompt_logprobs += result.prompt_logprobs[place]
             if token_id is None:
                 continue
             request.token_ids.append(token_id)
             self.counters.generated_tokens += 1
             if len(request.token_ids) % self.kv.block_size == 0:
                 self.hash_blocks(request)
+            if request.index == 0 and request.num_output_tokens == 1 and request.sampling_params.n > 1:
+                self._fork(request)
             finish_reason, stop_reason = self._finish_reason(request, token_id)
-            outputs.append(
-                RequestOutput(
-                    request.request_id, [token_id], request.num_cached_tokens or 0, finish_reason, stop_reason
-                )
+            output = RequestOutput(
+                request.output_id,
+                [token_id],
+                request.num_cached_tokens or 0,
+                finish_reason,
+                stop_reason,
+                index=request.index,
             )
+            if request.sampling_params.logprobs is not None:
+                output.logprobs = [result.logprobs[place]]
+            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+            outputs.append(output)
             if finish_reason is not None:
                 self._finish(request)
                 finished = True
@@ -214,14 +255,24 @@ class Scheduler:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
         return outputs
 
-    def withdraw(self, step: Step) -> list[Request]:
-        """The step failed: end its requests, forget what it registered. Returns the requests ended."""
-        failed = [entry.request for entry in step.scheduled]
-        for request in failed:
+    def _fork(self, request: Request) -> None:
+        """The prompt is computed: let the other continuations of it be admitted next, in order."""
+        for index in reversed(range(1, request.sampling_params.n)):
+            child = request.fork(index)
+            self._register(child)
+            self.waiting.put_back(child)
+
+    def withdraw(self, step: Step) -> list[RequestOutput]:
+        """The step failed: end its requests, all continuations, and forget what it registered.
+
+        Returns one output, to be completed with the error, for each request ended.
+        """
+        failed = {}
+        for entry in step.scheduled:
+            request = entry.request
+            failed[request.output_id] = request.num_cached_tokens or 0
             self.kv.withdraw(request)
-            self._finish(request)
-        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
-        return failed
+        return [RequestOutput(output_id, [], failed[output_id], "error") for output_id in self.abort(failed)]
 
     def preempt_all(self) -> None:
         """Give up the blocks of every running request, the last admitted first; they wait to be computed again."""
@@ -230,15 +281,23 @@ class Scheduler:
 
     def _finish_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
         params = request.sampling_params
+        if request.num_output_tokens < params.min_tokens:
+            return self._length_reason(request), None
         if token_id in self.eos_token_ids and not params.ignore_eos:
             return "stop", None
         if token_id in params.stop_token_ids:
             return "stop", token_id
-        if request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len:
-            return "length", None
-        return None, None
+        return self._length_reason(request), None
+
+    def _length_reason(self, request: Request) -> FinishReason | None:
+        is_full = request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len
+        return "length" if is_full else None
 
     def _finish(self, request: Request) -> None:
         self.kv.free(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
+        if (family := self._families.get(request.output_id)) is not None:
+            family.remove(request.request_id)
+            if not family:
+                del self._families[request.output_id]

@@ -26,6 +26,8 @@ class SchedulerCounters:
         """Called while the request still has the status it waited with."""
         if not request.read_prefix_cache:
             return
+        if request.index > 0 and request.status is RequestStatus.WAITING:
+            return  # its prompt was counted with the first continuation
         if request.status is RequestStatus.PREEMPTED:
             self.resumed_queries += request.num_tokens
             self.resumed_hits += num_cached_tokens

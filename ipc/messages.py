@@ -47,6 +47,15 @@ class SamplingParams(Struct, array_like=True, frozen=True):
     a seed the outcome depends on nothing but the request itself, never on what else is in the batch.
     `max_tokens=None` means: until the model's context is full. A generated token in `stop_token_ids` ends
     the request and is part of its output; so does the model's end-of-sequence unless `ignore_eos`.
+
+    Before temperature: `logit_bias` is added; tokens outside `allowed_token_ids`, tokens that would complete one of
+    `bad_words_token_ids`, and, for the first `min_tokens`, those that end the request, are impossible;
+    `repetition_penalty` looks at prompt and output, `presence_penalty` and `frequency_penalty` at the output. After it:
+    `min_p`, the least probability relative to the most likely token's; then `top_k` and `top_p`.
+
+    `logprobs=k` reports each generated token's log-probability, before anything above, and the k most likely tokens';
+    `prompt_logprobs=k` the same for the prompt, which is then computed afresh (its blocks are still written to
+    the cache). `n` continuations are drawn; the prompt is computed once.
     """
 
     temperature: float = 1.0
@@ -56,6 +65,17 @@ class SamplingParams(Struct, array_like=True, frozen=True):
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
 
 
 class EngineRequest(Struct, array_like=True, frozen=True):
@@ -87,11 +107,22 @@ class RequestError(Struct, array_like=True, frozen=True):
     param: str | None = None
 
 
+class TokenLogprob(Struct, array_like=True, frozen=True):
+    """A token's log-probability and rank (1 is the most likely), and the most likely tokens with theirs."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
 class RequestOutput(Struct, array_like=True):
-    """What one step added to one request.
+    """What one step added to one continuation of a request; `index` says which of its `n`.
 
     `num_cached_tokens` is the prefix-cache hit of its first admission and never changes afterwards.
-    `stop_reason` is the token that ended the request when it was one of its `stop_token_ids`.
+    `stop_reason` is the token that ended the request when it was one of its `stop_token_ids`. `logprobs` has an entry
+    per new token, `prompt_logprobs` one per prompt token (None for the first, which nothing predicts) in the first
+    output, where they were asked for.
     """
 
     request_id: str
@@ -100,6 +131,9 @@ class RequestOutput(Struct, array_like=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: RequestError | None = None
+    index: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class EngineCapabilities(Struct, array_like=True, frozen=True):

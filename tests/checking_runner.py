@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine_core.request import Request
-from engine_core.runner import ModelInfo, ScheduledRequest
+from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
 
 
 def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
@@ -43,9 +43,17 @@ class CheckingRunner:
         self.slots: list[int | str] = ["never written"] * (num_blocks * block_size)
         self.fail_next = False
         self.steps: list[int] = []
+        self.num_copied_blocks = 0
         self._digests: dict[str, tuple[Request, list[int]]] = {}
 
-    def execute(self, batch: Sequence[ScheduledRequest]) -> list[int | None]:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert not {source for source, _ in copies} & {target for _, target in copies}
+        size = self.block_size
+        for source, target in copies:
+            self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
+            self.num_copied_blocks += 1
+
+    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         assert batch, "an empty step was executed"
         assert len({id(entry.request) for entry in batch}) == len(batch)
         self.steps.append(sum(entry.num_tokens for entry in batch))
@@ -56,7 +64,9 @@ class CheckingRunner:
             raise RuntimeError("the device is on fire")
         for entry in batch:
             self._read(entry)
-        return [next_token(entry.request.token_ids, self.info.vocab_size) if entry.samples else None for entry in batch]
+        return StepResult(
+            [next_token(entry.request.token_ids, self.info.vocab_size) if entry.samples else None for entry in batch]
+        )
 
     def _write(self, entry: ScheduledRequest) -> None:
         assert entry.num_tokens > 0

@@ -17,11 +17,13 @@ class PrefixHit:
     """The longest cached prefix of a request: `num_tokens` tokens need not be computed.
 
     `num_tokens` is a multiple of the block size, except when every block of the sequence is cached: then it
-    is one less, because the last token's logits are needed.
+    is one less, because the last token's logits are needed. `tail` holds what follows the whole blocks, to be
+    copied; only a fork has one.
     """
 
     blocks: Sequence[KVCacheBlock]
     num_tokens: int
+    tail: KVCacheBlock | None = None
 
 
 NO_HIT = PrefixHit((), 0)
@@ -81,6 +83,12 @@ class KVCacheManager:
                 break
             blocks.append(block)
         return PrefixHit(blocks, min(len(blocks) * self.block_size, num_tokens - 1))
+
+    def get_forked_blocks(self, request: Request, parent: Request) -> PrefixHit:
+        """All but the last token of a prompt that `parent`, which holds blocks, has computed whole. Changes nothing."""
+        num_full, num_left = divmod(request.num_prompt_tokens, self.block_size)
+        blocks = self.tables[parent.request_id].blocks
+        return PrefixHit(blocks[:num_full], request.num_prompt_tokens - 1, blocks[num_full] if num_left else None)
 
     def allocate_slots(
         self,

@@ -79,6 +79,12 @@ class TestOutputs:
         assert tokens_of(outputs) == [first, second]
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", second)
 
+    def test_nothing_ends_a_request_before_its_least_number_of_tokens(self):
+        second = expected_output(range(10), 2, VOCAB)[1]
+        sampling = {"stop_token_ids": (second,), "min_tokens": 3}
+        outputs = complete(make_engine(), range(10), 8, sampling=sampling)
+        assert len(outputs) == 8
+
     def test_end_of_sequence_ends_a_request_unless_it_is_ignored(self):
         eos = expected_output(range(10), 2, VOCAB)[1]
         runner = CheckingRunner(32, B, vocab_size=VOCAB, eos_token_ids=frozenset({eos}))
@@ -163,6 +169,91 @@ class TestBatching:
             engine.add_request(make_request(range(start, start + 12), 2))
         run(engine)
         assert engine.runner.steps[:2] == [12, 13]
+
+
+class TestSeveralContinuations:
+    @pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 2 * B, 2 * B + 3])
+    @pytest.mark.parametrize("caching", [True, False])
+    def test_the_prompt_is_computed_once(self, num_tokens: int, caching: bool):
+        engine = make_engine(enable_prefix_caching=caching)
+        request = make_request(range(num_tokens), 5, sampling={"n": 3})
+        engine.add_request(request)
+        outputs = run(engine)[request.request_id]
+        for index in range(3):
+            own = [output for output in outputs if output.index == index]
+            assert tokens_of(own) == expected_output(range(num_tokens), 5, VOCAB)
+            assert own[-1].finish_reason == "length"
+        # Each further continuation computes the last token of the prompt, whose logits it needs.
+        assert sum(engine.runner.steps) == num_tokens + 2 + 3 * 4
+        assert engine.runner.num_copied_blocks == (2 if num_tokens % B else 0)
+
+    def test_the_prompt_is_counted_once(self):
+        engine = make_engine()
+        for _ in range(2):
+            complete(engine, range(10), 2, sampling={"n": 4})
+        stats = engine.stats()
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
+
+    def test_cached_tokens_are_the_same_for_all(self):
+        engine = make_engine()
+        complete(engine, range(10), 1)
+        assert {output.num_cached_tokens for output in complete(engine, range(10), 3, sampling={"n": 3})} == {8}
+
+    def test_one_token_each(self):
+        outputs = complete(make_engine(), range(10), 1, sampling={"n": 3})
+        assert sorted((output.index, output.finish_reason) for output in outputs) == [
+            (index, "length") for index in range(3)
+        ]
+
+    def test_seeds_differ_between_continuations_and_repeat_between_runs(self):
+        request = EngineRequest("r", [1, 2, 3], SamplingParams(seed=7, n=3))
+        first = make_engine().prepare_request(request)
+        seeds = [first.seed, *(first.fork(index).seed for index in (1, 2))]
+        assert len(set(seeds)) == 3
+        assert first.fork(2).seed == make_engine().prepare_request(request).fork(2).seed
+
+    def test_abort_ends_all(self):
+        engine = make_engine(max_num_seqs=2)
+        request = make_request(range(10), 50, sampling={"n": 3})
+        engine.add_request(request)
+        for _ in range(3):
+            engine.step()
+        with pytest.raises(InvalidRequestError, match="unfinished"):
+            engine.add_request(request)
+        assert engine.abort_requests([request.request_id]) == [request.request_id]
+        assert_idle(engine)
+
+    def test_an_id_is_taken_until_the_last_continuation_ends(self):
+        engine = make_engine(max_num_seqs=1)
+        request = make_request(range(10), 2, sampling={"n": 2})
+        engine.add_request(request)
+        while not any(output.finish_reason for output in engine.step().outputs):
+            pass
+        with pytest.raises(InvalidRequestError, match="unfinished"):
+            engine.add_request(request)
+        run(engine)
+        engine.add_request(request)
+        run(engine)
+
+    def test_a_failed_step_ends_all_with_one_error(self):
+        engine = make_engine()
+        request = make_request(range(10), 50, sampling={"n": 3})
+        engine.add_request(request)
+        for _ in range(2):
+            engine.step()
+        engine.runner.fail_next = True
+        (output,) = engine.step().outputs
+        assert (output.request_id, output.finish_reason) == (request.request_id, "error")
+        assert_idle(engine)
+
+    def test_in_a_pool_too_small_for_all_they_take_turns(self):
+        engine = make_engine(6)
+        request = make_request(range(9), 14, sampling={"n": 4})
+        engine.add_request(request)
+        outputs = run(engine)[request.request_id]
+        for index in range(4):
+            own = [output for output in outputs if output.index == index]
+            assert tokens_of(own) == expected_output(range(9), 14, VOCAB)
 
 
 class TestPreemption:
@@ -363,6 +454,21 @@ class TestRefusals:
             ({"extra_key_spans": (ExtraKeySpan(0, None, "mm", "x"),) * 17}, "extra_key_spans", "17 spans.*1088"),
             ({"sampling": {"top_k": 2**63}}, "top_k", "9223372036854775808"),
             ({"arrival_time_s": float("nan")}, "arrival_time_s", "nan"),
+            ({"sampling": {"min_p": 1.5}}, "min_p", "1.5"),
+            ({"sampling": {"presence_penalty": 2.5}}, "presence_penalty", "2.5"),
+            ({"sampling": {"frequency_penalty": -3.0}}, "frequency_penalty", "-3.0"),
+            ({"sampling": {"repetition_penalty": 0.0}}, "repetition_penalty", "0.0"),
+            ({"sampling": {"logit_bias": {VOCAB: 1.0}}}, "logit_bias", "1000 is outside"),
+            ({"sampling": {"logit_bias": {1: float("inf")}}}, "logit_bias", "inf"),
+            ({"sampling": {"allowed_token_ids": ()}}, "allowed_token_ids", "at least one"),
+            ({"sampling": {"allowed_token_ids": (-1,)}}, "allowed_token_ids", "-1 is outside"),
+            ({"sampling": {"bad_words_token_ids": ((),)}}, "bad_words_token_ids", "empty"),
+            ({"sampling": {"bad_words_token_ids": ((1, VOCAB),)}}, "bad_words_token_ids", "1000 is outside"),
+            ({"sampling": {"min_tokens": 5}}, "min_tokens", "5"),
+            ({"sampling": {"n": 0}}, "n", "is 0"),
+            ({"sampling": {"n": 129}}, "n", "128, is 129"),
+            ({"sampling": {"logprobs": 21}}, "logprobs", "20, is 21"),
+            ({"sampling": {"prompt_logprobs": -1}}, "prompt_logprobs", "is -1"),
         ],
     )
     def test_an_impossible_request_is_refused_by_field_and_number(self, fields: dict, param: str, numbers: str):

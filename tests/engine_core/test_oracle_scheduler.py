@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from engine_core.kv_cache import KVCacheManager
+from engine_core.runner import StepResult
 from engine_core.scheduler import Scheduler, Step
 from tests.engine_core import oracle
 
@@ -67,7 +68,7 @@ class Replay:
         for entry in step.scheduled:
             last, num_tokens = entry.request.token_ids[-1], entry.request.num_tokens
             sampled.append((7919 * num_tokens + 31 * last + 17) % vocab if entry.samples else None)
-        outputs = scheduler.update(step, sampled)
+        outputs = scheduler.update(step, StepResult(sampled))
         got = [(o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason) for o in outputs]
         assert got == [
             (o["id"], o["new_token_ids"], o["finish_reason"], o["stop_reason"])

@@ -43,6 +43,7 @@ class Workload:
         self.engine = EngineCore(self.config, self.runner)
         self.prompts: dict[str, list[int]] = {}
         self.produced: dict[str, list[int]] = {}
+        self.others: dict[str, dict[int, list[int]]] = {}  # of the further continuations
         self.num_added = 0
 
     def add(self) -> None:
@@ -63,7 +64,7 @@ class Workload:
         request = EngineRequest(
             f"r{self.num_added}",
             prompt,
-            SamplingParams(temperature=0.0, max_tokens=rng.randint(1, room)),
+            SamplingParams(temperature=0.0, max_tokens=rng.randint(1, room), n=rng.choice([1, 1, 1, 2, 3])),
             tuple(spans),
             priority=rng.randrange(3),
             arrival_time_s=float(self.num_added),
@@ -71,15 +72,19 @@ class Workload:
         )
         self.num_added += 1
         self.prompts[request.request_id], self.produced[request.request_id] = prompt, []
+        self.others[request.request_id] = {index: [] for index in range(1, request.sampling_params.n)}
         self.engine.add_request(request)
 
     def step(self) -> None:
         self.runner.fail_next = self.rng.random() < 0.01
         for output in self.engine.step().outputs:
-            self.produced[output.request_id] += output.new_token_ids
+            if output.index:
+                self.others[output.request_id][output.index] += output.new_token_ids
+            else:
+                self.produced[output.request_id] += output.new_token_ids
 
     def abort(self) -> None:
-        unfinished = list(self.engine._scheduler.requests)
+        unfinished = sorted({request.output_id for request in self.engine._scheduler.requests.values()})
         self.engine.abort_requests(self.rng.sample(unfinished, min(len(unfinished), self.rng.randint(1, 3))))
 
     def reset(self) -> None:
@@ -97,8 +102,9 @@ class Workload:
             deadline -= 1
             assert deadline, "requests are not getting done"
         assert_idle(self.engine)
-        for request_id, produced in self.produced.items():
-            assert produced == expected_output(self.prompts[request_id], len(produced), VOCAB)
+        for request_id, first in self.produced.items():
+            for produced in (first, *self.others[request_id].values()):
+                assert produced == expected_output(self.prompts[request_id], len(produced), VOCAB)
 
 
 def run_for(duration_s: float, policy: str, seed: int) -> int:
