@@ -316,7 +316,7 @@ class FrontendLink:
             if (entry := self._requests.get(output.request_id)) is None:
                 continue
             frontend, own_id = entry
-            if output.finish_reason is not None:
+            if output.ends_request:
                 del self._requests[output.request_id]
                 del frontend.engine_ids[own_id]
             output.request_id = own_id

@@ -250,6 +250,7 @@ class Scheduler:
             outputs.append(output)
             if finish_reason is not None:
                 self._finish(request)
+                output.num_unfinished = len(self._families.get(request.output_id, ()))
                 finished = True
         if finished:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]

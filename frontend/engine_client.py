@@ -71,8 +71,9 @@ class RequestStream:
     """The outputs of one request, in order and without gaps. Made by `EngineClient.submit`.
 
     An async context manager: leaving it aborts the request if it has not finished. An async iterator for one
-    consumer: each item carries at least one new token or the `finish_reason` (`stop`, `length` or `abort`),
-    with which the last one ends. A slow consumer loses nothing: what arrived meanwhile comes as one item.
+    consumer: each item carries at least one new token or the `finish_reason` (`stop`, `length` or `abort`) of one
+    continuation, and the last one `ends_request`. A slow consumer loses nothing: what arrived meanwhile comes as one
+    item per continuation.
 
     Raises (from iteration, after all tokens that arrived were handed over):
         EngineUnavailableError: the engine was lost.
@@ -82,7 +83,7 @@ class RequestStream:
     def __init__(self, client: EngineClient, request_id: str) -> None:
         self.request_id = request_id
         self._client = client
-        self._pending: RequestOutput | None = None
+        self._pending: dict[int, RequestOutput] = {}
         self._failure: Exception | None = None
         self._ended = False
         self._changed = asyncio.Event()
@@ -106,9 +107,8 @@ class RequestStream:
 
     async def __anext__(self) -> RequestOutput:
         while True:
-            if self._pending is not None:
-                output, self._pending = self._pending, None
-                return output
+            if self._pending:
+                return self._pending.pop(next(iter(self._pending)))
             if self._failure is not None:
                 failure, self._failure = self._failure, None
                 raise failure
@@ -124,13 +124,18 @@ class RequestStream:
             self._fail(RequestRefusedError(output.error))
             return
         self._merge(output)
-        self._ended = output.finish_reason is not None
+        self._ended = output.ends_request
 
     def _merge(self, output: RequestOutput) -> None:
-        if self._pending is not None:
-            self._pending.new_token_ids += output.new_token_ids
-            output.new_token_ids = self._pending.new_token_ids
-        self._pending = output
+        # Taken out and put in again: in the order of their latest outputs, the one that ends the request is the last.
+        if (waiting := self._pending.pop(output.index, None)) is not None:
+            waiting.new_token_ids += output.new_token_ids
+            output.new_token_ids = waiting.new_token_ids
+            if waiting.logprobs is not None and output.logprobs is not None:
+                waiting.logprobs += output.logprobs
+                output.logprobs = waiting.logprobs
+            output.prompt_logprobs = waiting.prompt_logprobs or output.prompt_logprobs
+        self._pending[output.index] = output
         self._changed.set()
 
     def _fail(self, failure: Exception) -> None:
@@ -378,7 +383,7 @@ class EngineClient:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return
-        if output.finish_reason is not None:
+        if output.ends_request:
             del self._streams[output.request_id]
         stream._deliver(output)
 

@@ -122,7 +122,8 @@ class RequestOutput(Struct, array_like=True):
     `num_cached_tokens` is the prefix-cache hit of its first admission and never changes afterwards.
     `stop_reason` is the token that ended the request when it was one of its `stop_token_ids`. `logprobs` has an entry
     per new token, `prompt_logprobs` one per prompt token (None for the first, which nothing predicts) in the first
-    output, where they were asked for.
+    output, where they were asked for. In an output with a `finish_reason`, `num_unfinished` tells how many of the
+    request's other continuations are still to end; an `error` ends them all.
     """
 
     request_id: str
@@ -134,6 +135,12 @@ class RequestOutput(Struct, array_like=True):
     index: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_unfinished: int = 0
+
+    @property
+    def ends_request(self) -> bool:
+        """Whether no further output of the request follows."""
+        return self.finish_reason is not None and self.num_unfinished == 0
 
 
 class EngineCapabilities(Struct, array_like=True, frozen=True):

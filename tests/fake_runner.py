@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from engine_core.runner import ModelInfo, ScheduledRequest
+from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
 
 VOCAB_SIZE = 1000
 
@@ -37,6 +37,9 @@ class FakeRunner:
             cache_namespace="00",
         )
 
-    def execute(self, batch: Sequence[ScheduledRequest]) -> list[int | None]:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """There is nothing in its blocks."""
+
+    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         time.sleep(self.step_s)
-        return [next_token(item.request.token_ids) if item.samples else None for item in batch]
+        return StepResult([next_token(item.request.token_ids) if item.samples else None for item in batch])

@@ -183,6 +183,7 @@ class TestSeveralContinuations:
             own = [output for output in outputs if output.index == index]
             assert tokens_of(own) == expected_output(range(num_tokens), 5, VOCAB)
             assert own[-1].finish_reason == "length"
+        assert [output.ends_request for output in outputs] == [False] * 14 + [True]
         # Each further continuation computes the last token of the prompt, whose logits it needs.
         assert sum(engine.runner.steps) == num_tokens + 2 + 3 * 4
         assert engine.runner.num_copied_blocks == (2 if num_tokens % B else 0)

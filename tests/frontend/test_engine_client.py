@@ -86,6 +86,24 @@ async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> Non
     await asyncio.to_thread(wait_until, condition, timeout_s)
 
 
+async def test_several_continuations_come_as_one_stream_and_slow_readers_lose_none(
+    endpoint: str, client: EngineClient
+) -> None:
+    with running_server(endpoint) as server:
+        await client.wait_ready(10)
+        params = SamplingParams(temperature=0.0, max_tokens=20, n=3)
+        async with client.submit(EngineRequest("several", [1, 2, 3], params)) as stream:
+            first = await anext(stream)
+            await until(lambda: not server.engine.has_unfinished_requests())
+            outputs = [first] + [output async for output in stream]
+        for index in range(3):
+            own = [output for output in outputs if output.index == index]
+            assert [token for output in own for token in output.new_token_ids] == continuation([1, 2, 3], 20)
+            assert own[-1].finish_reason == "length"
+        assert [output.ends_request for output in outputs].index(True) == len(outputs) - 1
+        assert client.num_in_flight == 0 and is_idle(server.engine)
+
+
 async def test_streams_deliver_every_token_in_order(endpoint: str, client: EngineClient) -> None:
     async def one(n: int) -> None:
         async with client.submit(request(f"r{n}", [n + 1, 5], 100)) as stream:
