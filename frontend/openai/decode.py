@@ -13,7 +13,7 @@ from frontend.errors import ApiError, invalid_request
 
 T = TypeVar("T")
 
-_LOCATED = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_LOCATED = re.compile(r"(?P<problem>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _FIELD = re.compile(r"Object (?P<what>missing required|contains unknown) field `(?P<field>.*)`", re.DOTALL)
 _NOT_ALLOWED = re.compile(r"Invalid (?:enum )?value (?P<value>.*)", re.DOTALL)
 _STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")

@@ -102,6 +102,13 @@ def _sampling_params(
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
+        min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias=request.logit_bias or {},
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        min_tokens=request.min_tokens or 0,
     )
 
 

@@ -60,14 +60,29 @@ class RequestFields(Struct, forbid_unknown_fields=True, kw_only=True):
         Int64 | None, Meta(description="Lower runs first, where the server schedules by priority; default 0.")
     ] = None
 
+    presence_penalty: Annotated[
+        float | None,
+        Meta(description="In [-2, 2]: taken from the logits of tokens that stand in the output; default 0."),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, Meta(description="In [-2, 2]: the same once for each time the token stands there; default 0.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, Meta(description="Above 1, tokens that stand in prompt or output become less likely; default 1.")
+    ] = None
+    min_p: Annotated[
+        float | None, Meta(description="Least probability, relative to the most likely token's; default 0.")
+    ] = None
+    logit_bias: Annotated[dict[int, float] | None, Meta(description="Token id → what is added to its logit.")] = None
+    allowed_token_ids: Annotated[
+        list[TokenId] | None, Meta(description="If given, only these tokens can be generated.")
+    ] = None
+    min_tokens: Annotated[
+        Int64 | None, Meta(description="Nothing but a stop string ends the output before it has as many tokens.")
+    ] = None
+
     user: Annotated[str | None, Ignored] = None
     n: Annotated[Int64 | None, NotYet] = None
-    presence_penalty: Annotated[float | None, NotYet] = None
-    frequency_penalty: Annotated[float | None, NotYet] = None
-    repetition_penalty: Annotated[float | None, NotYet] = None
-    min_p: Annotated[float | None, NotYet] = None
-    min_tokens: Annotated[int | None, NotYet] = None
-    logit_bias: Annotated[dict[str, float] | None, NotYet] = None
     use_beam_search: Annotated[bool | None, NotYet] = None
 
     def max_tokens_field(self) -> tuple[str, int | None]:

@@ -11,12 +11,6 @@ from .protocol import ChatCompletionRequest, CompletionRequest
 # field → values that change nothing, besides null
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
     "use_beam_search": (False,),
 }
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {

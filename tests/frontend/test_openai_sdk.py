@@ -162,7 +162,9 @@ def test_what_the_engine_is_told(served: Served) -> None:
             metadata={"k": "v"},
             store=True,
             n=1,
-            presence_penalty=0,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={"7": 1.5},
             response_format={"type": "text"},
             extra_body={
                 "top_k": 9,
@@ -170,12 +172,28 @@ def test_what_the_engine_is_told(served: Served) -> None:
                 "ignore_eos": True,
                 "cache_salt": "pepper",
                 "priority": -2,
-                "min_p": 0.0,
+                "min_p": 0.1,
+                "repetition_penalty": 1.2,
+                "allowed_token_ids": [7, 8],
+                "min_tokens": 2,
             },
         )
     (request,) = served.engine.requests
     assert request.sampling_params == SamplingParams(
-        temperature=0.25, top_k=9, top_p=0.5, seed=-3, max_tokens=5, stop_token_ids=(5, 6), ignore_eos=True
+        temperature=0.25,
+        top_k=9,
+        top_p=0.5,
+        seed=-3,
+        max_tokens=5,
+        stop_token_ids=(5, 6),
+        ignore_eos=True,
+        min_p=0.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.2,
+        logit_bias={7: 1.5},
+        allowed_token_ids=(7, 8),
+        min_tokens=2,
     )
     assert request.extra_key_spans == (ExtraKeySpan(0, 1, "cache_salt", "pepper"),)
     assert request.priority == -2

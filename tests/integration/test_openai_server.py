@@ -188,6 +188,21 @@ def test_the_longest_possible_prompt_gets_one_token(client: openai.OpenAI) -> No
     assert answer.usage.completion_tokens == 1
 
 
+def test_sampling_settings_reach_the_model(client: openai.OpenAI, model_dir: Path) -> None:
+    def text(**settings: Any) -> str:
+        answer = client.completions.create(
+            model="tiny", prompt="Once", max_tokens=6, temperature=0, extra_body={"ignore_eos": True, **settings}
+        )
+        return answer.choices[0].text
+
+    six_times = AutoTokenizer.from_pretrained(model_dir).decode([300] * 6)
+    assert text() != six_times
+    assert text(allowed_token_ids=[300]) == text(logit_bias={"300": 1e4}) == six_times
+    with pytest.raises(openai.BadRequestError) as refusal:
+        text(presence_penalty=3)
+    assert refusal.value.param == "presence_penalty"
+
+
 async def test_a_prompt_of_megabytes_stalls_neither_streams_nor_health(server: Server) -> None:
     async with asynchronous(server) as client, httpx.AsyncClient(base_url=server.url, timeout=LIVENESS_S) as http:
         stream = await client.completions.create(
