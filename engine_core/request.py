@@ -30,6 +30,7 @@ class Request:
     """
 
     __slots__ = (
+        "__weakref__",
         "arrival_time_s",
         "block_hashes",
         "extra_key_spans",

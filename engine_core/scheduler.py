@@ -231,10 +231,11 @@ class Scheduler:
                 continue
             request.token_ids.append(token_id)
             self.counters.generated_tokens += 1
-            if len(request.token_ids) % self.kv.block_size == 0:
-                self.hash_blocks(request)
+            # Before this token's block is hashed: the others share the prompt's hashes, not that of its first output.
             if request.index == 0 and request.num_output_tokens == 1 and request.sampling_params.n > 1:
                 self._fork(request)
+            if len(request.token_ids) % self.kv.block_size == 0:
+                self.hash_blocks(request)
             finish_reason, stop_reason = self._finish_reason(request, token_id)
             output = RequestOutput(
                 request.output_id,

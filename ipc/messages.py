@@ -48,10 +48,11 @@ class SamplingParams(Struct, array_like=True, frozen=True):
     `max_tokens=None` means: until the model's context is full. A generated token in `stop_token_ids` ends
     the request and is part of its output; so does the model's end-of-sequence unless `ignore_eos`.
 
-    Before temperature: `logit_bias` is added; tokens outside `allowed_token_ids`, tokens that would complete one of
-    `bad_words_token_ids`, and, for the first `min_tokens`, those that end the request, are impossible;
-    `repetition_penalty` looks at prompt and output, `presence_penalty` and `frequency_penalty` at the output. After it:
-    `min_p`, the least probability relative to the most likely token's; then `top_k` and `top_p`.
+    Before temperature: `logit_bias` is added; then come `repetition_penalty`, which looks at prompt and output, and
+    `frequency_penalty` and `presence_penalty`, which look at the output. Impossible are tokens outside
+    `allowed_token_ids`, tokens that would complete one of `bad_words_token_ids` (begun in the prompt or not), and, for
+    the first `min_tokens`, those that end the request; where that leaves none, `allowed_token_ids` alone hold. After
+    temperature: `min_p`, the least probability relative to the most likely token's; then `top_k` and `top_p`.
 
     `logprobs=k` reports each generated token's log-probability, before anything above, and the k most likely tokens';
     `prompt_logprobs=k` the same for the prompt, which is then computed afresh (its blocks are still written to

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
+from ipc.messages import TokenLogprob
 
 VOCAB_SIZE = 1000
 
@@ -23,8 +24,13 @@ def continuation(prompt_token_ids: Iterable[int], num_tokens: int) -> list[int]:
     return token_ids[num_prompt_tokens:]
 
 
+def certain(token_id: int, num_top_tokens: int) -> TokenLogprob:
+    """This "model" never doubts: every token has probability 1."""
+    return TokenLogprob(token_id, 0.0, 1, [(token_id, 0.0)][:num_top_tokens])
+
+
 class FakeRunner:
-    """Each step takes `step_s`."""
+    """Each step takes `step_s`. Of `SamplingParams` it honours `logprobs` and `prompt_logprobs`."""
 
     def __init__(self, *, num_blocks: int = 4096, block_size: int = 16, step_s: float = 0.0) -> None:
         self.step_s = step_s
@@ -38,8 +44,18 @@ class FakeRunner:
         )
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """There is nothing in its blocks."""
+        pass  # no next token depends on a block
 
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         time.sleep(self.step_s)
-        return StepResult([next_token(item.request.token_ids) if item.samples else None for item in batch])
+        result = StepResult([None] * len(batch))
+        for place, item in enumerate(batch):
+            request, params = item.request, item.request.sampling_params
+            if request.prompt_logprobs is not None:
+                predicted = request.token_ids[item.start + 1 : item.start + item.num_tokens + 1]
+                result.prompt_logprobs[place] = [certain(token, params.prompt_logprobs or 0) for token in predicted]
+            if item.samples:
+                token = result.token_ids[place] = next_token(request.token_ids)
+                if params.logprobs is not None:
+                    result.logprobs[place] = certain(token, params.logprobs)
+        return result

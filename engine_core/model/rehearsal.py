@@ -12,10 +12,13 @@ SCRATCH_BLOCK_ID = 0
 
 
 def heaviest_step(config: EngineConfig, max_model_len: int) -> list[ScheduledRequest]:
-    """As many requests as a step may have, all at the end of the longest context and all sampling with a top-p; one of
-    them computes what the others leave of the token budget. Every block is `SCRATCH_BLOCK_ID`.
+    """As many requests as a step may have, all at the end of the longest context and all sampling with every rule that
+    takes memory; one of them computes what the others leave of the token budget. Every block is `SCRATCH_BLOCK_ID`.
     """
-    source = EngineRequest("rehearsal", [0] * max_model_len, SamplingParams(temperature=1.0, top_p=0.9))
+    params = SamplingParams(
+        temperature=1.0, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=20
+    )
+    source = EngineRequest("rehearsal", [0] * max_model_len, params)
     request = Request(source, max_tokens=1, seed=0, arrival_time_s=0.0)
     num_decodes = min(config.max_num_seqs, config.max_num_batched_tokens) - 1
     chunk_tokens = min(config.max_num_batched_tokens - num_decodes, max_model_len)

@@ -12,12 +12,15 @@ import torch
 
 from engine_core.config import EngineConfig
 from engine_core.errors import InvalidConfigError
-from engine_core.runner import ModelInfo, ScheduledRequest
+from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
 
 from .attention import PagedKV
 from .fingerprint import cache_namespace, model_fingerprint
+from .head_replay import decoding_once
 from .input_batch import build_input_batch
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model
+from .logit_rules import LogitRules
+from .logprobs import prompt_logprobs, sampled_logprobs
 from .memory import choose_num_blocks
 from .probe import probe_layers
 from .rehearsal import SCRATCH_BLOCK_ID, heaviest_step
@@ -51,6 +54,7 @@ class ModelRunner:
         model_config = load_config(path)
         max_model_len = usable_model_len(model_config, config.max_model_len)
         self._model = load_model(path, model_config, self._dtype, self._device)
+        self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))
         shapes = probe_layers(self._model, model_config)
         num_blocks = choose_num_blocks(
             config,
@@ -80,7 +84,14 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def execute(self, batch: Sequence[ScheduledRequest]) -> list[int | None]:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """As `engine_core.runner.Runner.copy_blocks`: every source is read before any target is written."""
+        sources, targets = torch.tensor(copies, device=self._device).unbind(dim=1)
+        for cache in (*self._key_caches.values(), *self._value_caches.values()):
+            cache.index_copy_(0, targets, cache.index_select(0, sources))
+
+    @torch.inference_mode()
+    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         """As `engine_core.runner.Runner.execute`."""
         return self._compute(batch, self._key_caches, self._value_caches)
 
@@ -89,21 +100,30 @@ class ModelRunner:
         batch: Sequence[ScheduledRequest],
         key_caches: dict[int, torch.Tensor],
         value_caches: dict[int, torch.Tensor],
-    ) -> list[int | None]:
+    ) -> StepResult:
         inputs = build_input_batch(batch, block_size=self._block_size, dtype=self._dtype, device=self._device)
-        tokens: list[int | None] = [None] * len(batch)
-        logits = self._model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            logits_to_keep=inputs.logits_indices,
-            layer_kv=PagedKV(key_caches, value_caches, inputs.metadata),
-        ).logits[0]
+        layer_kv = PagedKV(key_caches, value_caches, inputs.metadata)
+
+        def logits_of(places: torch.Tensor) -> torch.Tensor:
+            return self._model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                logits_to_keep=places,
+                layer_kv=layer_kv,
+            ).logits[0]
+
+        with decoding_once(self._model):
+            logits = logits_of(inputs.logits_indices)
+            result = StepResult([None] * len(batch), prompt_logprobs=prompt_logprobs(batch, logits_of, self._device))
         if inputs.sampling:
-            sampled = sample(logits, [batch[index].request for index in inputs.sampling])
+            requests = [batch[index].request for index in inputs.sampling]
+            sampled = sample(self._rules.apply(logits, requests), requests)
             for index, token in zip(inputs.sampling, sampled, strict=True):
-                tokens[index] = token
-        return tokens
+                result.token_ids[index] = token
+            for row, logprob in sampled_logprobs(logits, sampled, requests).items():
+                result.logprobs[inputs.sampling[row]] = logprob
+        return result
 
     def _allocate(
         self, num_blocks: int, shapes: dict[int, LayerShape]

@@ -1,4 +1,4 @@
-"""Logits → tokens: greedy, temperature, top-k, top-p, with randomness that belongs to the request alone.
+"""Logits → tokens: greedy, temperature, min-p, top-k, top-p, with randomness that belongs to the request alone.
 
 The noise of a row is a hash of the request's seed, the position and the vocabulary index (SplitMix64, Steele et al.
 2014) turned into Gumbel noise, so that an argmax draws from the softmax (the Gumbel-max trick). No generator has a
@@ -27,9 +27,10 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     Args:
         logits: `[len(requests), vocab_size]`, any float dtype.
 
-    Temperature 0 takes the highest logit, the lowest id among equals. Otherwise temperature comes first, then
-    top-k, then top-p, which keeps the fewest tokens whose probabilities reach `top_p`; among equal logits the lower
-    id is kept first.
+    Temperature 0 takes the highest logit, the lowest id among equals. Otherwise temperature comes first, then min-p,
+    which keeps the tokens at least `min_p` times as likely as the likeliest, then top-k, then top-p, which keeps the
+    fewest tokens whose probabilities reach `top_p`; among equal logits the lower id is kept first. A logit of −inf is
+    never drawn; every row has one that is not.
     """
     tokens = logits.argmax(dim=-1)
     random_rows = [row for row, request in enumerate(requests) if request.sampling_params.temperature > 0]
@@ -45,6 +46,9 @@ def _draw(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
     # Shifted to a maximum of 0, a tiny temperature makes −inf of the others, never NaN.
     logits = logits - logits.amax(dim=-1, keepdim=True)
     logits = (logits.double() / temperature.to(logits.device)[:, None]).float()
+    if any(p.min_p > 0 for p in params):
+        lowest = torch.tensor([p.min_p for p in params], dtype=torch.float64).log().float().to(logits.device)
+        logits.masked_fill_(logits < lowest[:, None], float("-inf"))
     noise = gumbel_noise(
         [request.seed for request in requests],
         [request.num_tokens for request in requests],

@@ -8,18 +8,10 @@ import pytest
 import torch
 
 from engine_core.model.sampler import gumbel_noise, sample
-from engine_core.request import Request
-from ipc.messages import EngineRequest, SamplingParams
+from tests.model.sampling import chi_square_p_value, make_request
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.5, -3.0])
-
-
-def make_request(
-    *, seed: int = 0, num_tokens: int = 5, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> Request:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    return Request(EngineRequest("r", [1] * num_tokens, params), max_tokens=10, seed=seed, arrival_time_s=0.0)
 
 
 def counts(logits: torch.Tensor, num_draws: int, **params: float) -> torch.Tensor:
@@ -27,14 +19,6 @@ def counts(logits: torch.Tensor, num_draws: int, **params: float) -> torch.Tenso
     requests = [make_request(seed=seed, **params) for seed in range(num_draws)]
     tokens = sample(logits.expand(num_draws, -1), requests)
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
-
-
-def chi_square_p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """Upper tail of the chi-square distribution with `cells − 1` degrees of freedom; impossible cells must be empty."""
-    assert observed[expected == 0].sum() == 0
-    possible = expected > 0
-    statistic = ((observed[possible] - expected[possible]) ** 2 / expected[possible]).sum().double()
-    return torch.special.gammaincc((possible.sum() - 1).double() / 2, statistic / 2).item()
 
 
 def test_the_p_value_is_the_textbook_one() -> None:
@@ -52,7 +36,7 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
 
 def test_positions_are_as_good_as_seeds() -> None:
     """One request's successive draws are independent of each other."""
-    requests = [make_request(seed=7, num_tokens=1 + i) for i in range(2_000)]
+    requests = [make_request([1] * (1 + i), seed=7) for i in range(2_000)]
     tokens = torch.tensor(sample(LOGITS.expand(2_000, -1), requests))
     expected = LOGITS.softmax(-1)
     assert chi_square_p_value(torch.bincount(tokens, minlength=8), expected * 2_000) > 1e-4
@@ -90,6 +74,26 @@ def test_top_k_comes_before_top_p() -> None:
     assert (counts(logits, 500, top_p=0.6, top_k=2) > 0).tolist() == [True, False, False]
 
 
+def test_min_p_is_relative_to_the_likeliest() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    for min_p, kept in [(0.0, [0, 1, 2, 3]), (0.09, [0, 1, 2, 3]), (0.11, [0, 1, 2]), (0.59, [0, 1]), (0.61, [0])]:
+        assert counts(logits, 1_000, min_p=min_p).nonzero().flatten().tolist() == kept
+    assert counts(torch.zeros(4), 500, min_p=1.0).nonzero().flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_temperature_comes_before_min_p() -> None:
+    """At a high temperature the same `min_p` lets more tokens through."""
+    logits = torch.tensor([0.6, 0.3, 0.1]).log()
+    assert (counts(logits, 500, min_p=0.4, temperature=1.0) > 0).tolist() == [True, True, False]
+    assert (counts(logits, 500, min_p=0.4, temperature=10.0) > 0).tolist() == [True, True, True]
+
+
+def test_min_p_comes_before_top_p() -> None:
+    """Of two kept tokens the first has more than 0.6; of all it would have had 0.5."""
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    assert (counts(logits, 500, top_p=0.6, min_p=0.5) > 0).tolist() == [True, False, False]
+
+
 def test_equal_logits_are_kept_from_the_lowest_id() -> None:
     logits = torch.zeros(1000)
     assert counts(logits, 500, top_k=3).nonzero().flatten().tolist() == [0, 1, 2]
@@ -106,7 +110,9 @@ def test_wide_settings_look_at_the_whole_vocabulary() -> None:
     assert max(counts(logits, num_draws, top_k=1_000_000).nonzero().flatten().tolist()) in range(4_900, 5_000)
 
 
-@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "params", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-30}, {"temperature": 0.0}]
+)
 def test_the_narrowest_settings_are_greedy(params: dict[str, float]) -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     requests = [make_request(seed=seed, **params) for seed in range(50)]
@@ -117,10 +123,10 @@ def test_a_seed_decides_whatever_the_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(6, 500, generator=generator)
     requests = [
-        make_request(seed=3, num_tokens=9),
+        make_request([1] * 9, seed=3),
         make_request(seed=4, temperature=0.0),
         make_request(seed=5, top_p=0.8),
-        make_request(seed=3, num_tokens=9, top_k=20),
+        make_request([1] * 9, seed=3, top_k=20),
         make_request(seed=6, temperature=3.0, top_k=100, top_p=0.9),
         make_request(seed=-(2**63)),
     ]
@@ -132,7 +138,7 @@ def test_a_seed_decides_whatever_the_batch() -> None:
 
 def test_seed_and_position_both_matter() -> None:
     logits = torch.zeros(1, 10_000)
-    requests = [make_request(seed=seed, num_tokens=position) for seed in range(10) for position in range(1, 11)]
+    requests = [make_request([1] * position, seed=seed) for seed in range(10) for position in range(1, 11)]
     assert len(set(sample(logits.expand(100, -1), requests))) > 90
 
 
