@@ -200,6 +200,15 @@ class TestSeveralContinuations:
         complete(engine, range(10), 1)
         assert {output.num_cached_tokens for output in complete(engine, range(10), 3, sampling={"n": 3})} == {8}
 
+    def test_a_continuation_starts_with_the_hashes_of_its_prompt_only(self):
+        """The first output completes a block; what another continuation puts there is something else."""
+        engine = make_engine()
+        engine.add_request(make_request(range(2 * B - 1), 3, sampling={"n": 2}))
+        engine.step()
+        (other,) = engine._scheduler.waiting
+        assert other.num_tokens == 2 * B - 1 and len(other.block_hashes) == 1
+        run(engine)
+
     def test_one_token_each(self):
         outputs = complete(make_engine(), range(10), 1, sampling={"n": 3})
         assert sorted((output.index, output.finish_reason) for output in outputs) == [
