@@ -60,6 +60,8 @@ def check_request(request: EngineRequest, capabilities: EngineCapabilities) -> N
     Raises:
         InvalidRequestError: naming the field and the true numbers.
     """
+    if "\0" in request.request_id:
+        raise InvalidRequestError("request_id: must not contain NUL, which marks its continuations", "request_id")
     _check_prompt(request.prompt_token_ids, capabilities)
     _check_spans(request.extra_key_spans, capabilities.max_model_len)
     _check_sampling(request.sampling_params, capabilities)

@@ -80,8 +80,8 @@ class Scheduler:
         self.reserve_full_sequence = reserve_full_sequence
         self.num_watermark_blocks = num_watermark_blocks
         self.requests: dict[str, Request] = {}
-        # Of requests with several continuations: caller's id → ids of those unfinished.
-        self._families: dict[str, set[str]] = {}
+        # Of requests with several continuations: caller's id → those unfinished, in order.
+        self._families: dict[str, list[Request]] = {}
         self.running: list[Request] = []
         self.waiting = make_waiting_queue(policy)
         self.counters = SchedulerCounters()
@@ -96,7 +96,7 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         self.requests[request.request_id] = request
         if request.sampling_params.n > 1:
-            self._families.setdefault(request.output_id, set()).add(request.request_id)
+            self._families.setdefault(request.output_id, []).append(request)
 
     def abort(self, output_ids: Iterable[str]) -> list[str]:
         """End these requests with all continuations and free their blocks. Unknown ids are ignored.
@@ -107,8 +107,8 @@ class Scheduler:
         for output_id in output_ids:
             if not self.is_unfinished(output_id):
                 continue
-            for request_id in list(self._families.get(output_id, (output_id,))):
-                request = self.requests[request_id]
+            family = self._families.get(output_id)
+            for request in [self.requests[output_id]] if family is None else family.copy():
                 if request.status is RequestStatus.RUNNING:
                     self.running.remove(request)
                 else:
@@ -258,7 +258,7 @@ class Scheduler:
         return outputs
 
     def _fork(self, request: Request) -> None:
-        """The prompt is computed: let the other continuations of it be admitted next, in order."""
+        """The prompt is computed: let the other continuations of it be admitted next."""
         for index in reversed(range(1, request.sampling_params.n)):
             child = request.fork(index)
             self._register(child)
@@ -300,6 +300,6 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         if (family := self._families.get(request.output_id)) is not None:
-            family.remove(request.request_id)
+            family.remove(request)
             if not family:
                 del self._families[request.output_id]

@@ -464,6 +464,7 @@ class TestRefusals:
             ({"extra_key_spans": (ExtraKeySpan(0, None, "mm", "x"),) * 17}, "extra_key_spans", "17 spans.*1088"),
             ({"sampling": {"top_k": 2**63}}, "top_k", "9223372036854775808"),
             ({"arrival_time_s": float("nan")}, "arrival_time_s", "nan"),
+            ({"request_id": "a\0001"}, "request_id", "NUL"),
             ({"sampling": {"min_p": 1.5}}, "min_p", "1.5"),
             ({"sampling": {"presence_penalty": 2.5}}, "presence_penalty", "2.5"),
             ({"sampling": {"frequency_penalty": -3.0}}, "frequency_penalty", "-3.0"),
