@@ -1,4 +1,4 @@
-# `make serve` and `make test` need Python >= 3.11, pip and a C++ compiler; everything else goes into .venv.
+# `make serve` and `make test` need Python >= 3.11 and pip; everything else goes into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
