@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from engine_core import EngineConfig, ResolvedModel
-from frontend.cli import USER_ERROR_EXIT_CODE, _own_names
+from frontend.cli import USER_ERROR_EXIT_CODE
+from frontend.cli.serve import _own_names
 from frontend.http_config import listen
 from frontend.sizes import parse_size
 from frontend.version import foreword_version

@@ -1,0 +1,113 @@
+"""The settings of an engine as options, declared once for every command that starts one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from engine_core import EngineConfig
+from engine_core.config import FreeOrder, FullPromptHit, HashAlgo, SchedulingPolicy
+
+from .options import option, size
+
+R = TypeVar("R")
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+_ENGINE = EngineConfig()
+_MODEL, _MEMORY, _SCHEDULER, _CACHE = "Model", "KV cache memory", "Scheduler", "Prefix cache"
+
+
+def _engine_options(
+    *,
+    dtype: Annotated[
+        DType,
+        option(
+            _MODEL,
+            "Of weights and activations. auto: bfloat16 where the device computes in it, else float32.",
+        ),
+    ] = _ENGINE.dtype,
+    device: Annotated[str, option(_MODEL, "auto: CUDA where there is one, else the CPU.")] = _ENGINE.device,
+    max_model_len: Annotated[
+        int | None,
+        option(_MODEL, "Most tokens of one request, prompt and output. Default: what the model was made for.", min=2),
+    ] = None,
+    num_threads: Annotated[int | None, option(_MODEL, "CPU threads for the model.", min=1)] = None,
+    block_size: Annotated[int, option(_MEMORY, "Tokens of one KV block.", min=1)] = _ENGINE.block_size,
+    num_blocks: Annotated[
+        int | None,
+        option(
+            _MEMORY,
+            "Size of the KV pool in blocks; goes before the other two.",
+            "--num-blocks",
+            "--num-gpu-blocks-override",
+            min=1,
+        ),
+    ] = None,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        option(_MEMORY, "Memory for the KV pool, for instance 2GiB.", parser=size, metavar="SIZE"),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, option(_MEMORY, "Share of the GPU's memory for weights, activations and KV pool.", min=0.01, max=1.0)
+    ] = _ENGINE.gpu_memory_utilization,
+    max_num_seqs: Annotated[int, option(_SCHEDULER, "Most requests in one step.", min=1)] = _ENGINE.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, option(_SCHEDULER, "Most tokens in one step, prefill and decode together.", min=1)
+    ] = _ENGINE.max_num_batched_tokens,
+    enable_chunked_prefill: Annotated[
+        bool, option(_SCHEDULER, "Compute long prompts over several steps, beside others.")
+    ] = _ENGINE.enable_chunked_prefill,
+    long_prefill_token_threshold: Annotated[
+        int, option(_SCHEDULER, "Most prefill tokens of one request in a step while others wait; 0: no limit.", min=0)
+    ] = _ENGINE.long_prefill_token_threshold,
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        option(_SCHEDULER, "fcfs: first come, first served. priority: lower `priority` first."),
+    ] = _ENGINE.scheduling_policy,
+    reserve_full_sequence: Annotated[
+        bool, option(_SCHEDULER, "Admit a request only if the pool has room for its whole present sequence.")
+    ] = _ENGINE.reserve_full_sequence,
+    watermark: Annotated[
+        float, option(_SCHEDULER, "Share of the pool kept free at admission.", min=0.0, max=0.99)
+    ] = _ENGINE.watermark,
+    enable_prefix_caching: Annotated[
+        bool, option(_CACHE, "Share the KV cache of equal prefixes between requests.")
+    ] = _ENGINE.enable_prefix_caching,
+    prefix_caching_hash_algo: Annotated[
+        HashAlgo,
+        option(_CACHE, "How blocks are identified; the xxhash ones are not collision proof."),
+    ] = _ENGINE.prefix_caching_hash_algo,
+    prefix_caching_hash_seed: Annotated[
+        str | None, option(_CACHE, "Root of the hash chains in the _cbor and xxhash modes.")
+    ] = None,
+    full_prompt_hit: Annotated[
+        FullPromptHit,
+        option(_CACHE, "What to compute again when a whole prompt is cached."),
+    ] = _ENGINE.full_prompt_hit,
+    free_order: Annotated[FreeOrder, option(_CACHE, "Where freed blocks go in the free queue.")] = _ENGINE.free_order,
+) -> None:
+    """Only its signature is used. Each name is a field of `EngineConfig`."""
+
+
+def takes_engine_options(command: Callable[..., R]) -> Callable[..., R]:
+    """Add the engine's options to `command`, which gets their values as the keyword argument `engine_settings`."""
+    options = inspect.signature(_engine_options, eval_str=True).parameters
+    own = [
+        parameter
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.name != "engine_settings"
+    ]
+
+    @functools.wraps(command)
+    def with_settings(**given: Any) -> R:
+        settings = {name: given.pop(name) for name in options}
+        return command(**given, engine_settings=settings)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *options.values())]
+    # What typer reads.
+    with_settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_settings
