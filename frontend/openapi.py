@@ -10,14 +10,16 @@ from typing import Any
 
 import msgspec
 
-from frontend.openai.protocol import ChatCompletionRequest, CompletionRequest
+from frontend.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from frontend.openai.responses import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    Detokenized,
     ErrorBody,
     ModelCard,
     ModelList,
+    Tokenized,
 )
 
 from .health import Health, Version
@@ -41,6 +43,10 @@ def openapi_document() -> dict[str, Any]:
         ChatCompletionChunk,
         CompletionRequest,
         Completion,
+        TokenizeRequest,
+        Tokenized,
+        DetokenizeRequest,
+        Detokenized,
         ModelList,
         ModelCard,
         Health,
@@ -77,6 +83,25 @@ def openapi_document() -> dict[str, Any]:
                     "Completion",
                 )
             },
+            "/tokenize": {
+                "post": _post(
+                    "Tell the tokens of a prompt",
+                    "Exactly the tokens the completion endpoints make of the same `prompt` or `messages`. Also works"
+                    " while there is no engine, and for prompts that are too long for the model.",
+                    "TokenizeRequest",
+                    {"prompt": "The capital of France is", "return_token_strs": True},
+                    "Tokenized",
+                )
+            },
+            "/detokenize": {
+                "post": _post(
+                    "Tell the text of tokens",
+                    "Special tokens are spelled out.",
+                    "DetokenizeRequest",
+                    {"tokens": [504, 3575, 282]},
+                    "Detokenized",
+                )
+            },
             "/v1/models": {"get": _get("OpenAI API", "List the served names", {200: "ModelList"})},
             "/v1/models/{model_id}": {
                 "get": {
@@ -103,27 +128,31 @@ _RESPONSES = {
 def _completion(
     summary: str, description: str, request: str, example: dict[str, Any], answer: str, chunk: str
 ) -> dict[str, Any]:
-    responses = {str(status): _response(status, _json("ErrorBody")) for status in (400, 404, 413, 503)}
-    responses["200"] = _response(
-        200,
-        {
-            **_json(answer),
-            "text/event-stream": {
-                "schema": _ref(chunk),
-                "example": "data: {…}\n\ndata: {…}\n\ndata: [DONE]\n\n",
-            },
-        },
+    operation = _post(summary, description, request, example, answer)
+    operation["description"] += (
+        f" With `stream`, the answer is a series of server-sent events, one `{chunk}` each, then `[DONE]`."
     )
+    operation["responses"]["200"]["content"]["text/event-stream"] = {
+        "schema": _ref(chunk),
+        "example": "data: {…}\n\ndata: {…}\n\ndata: [DONE]\n\n",
+    }
+    operation["responses"]["503"] = _response(503, _json("ErrorBody"))
+    return operation
+
+
+def _post(summary: str, description: str, request: str, example: dict[str, Any], answer: str) -> dict[str, Any]:
     return {
         "tags": ["OpenAI API"],
         "summary": summary,
-        "description": f"{description} With `stream`, the answer is a series of server-sent events, one `{chunk}` each,"
-        " then `[DONE]`.",
+        "description": description,
         "requestBody": {
             "required": True,
             "content": {"application/json": {"schema": _ref(request), "example": example}},
         },
-        "responses": dict(sorted(responses.items())),
+        "responses": {
+            "200": _response(200, _json(answer)),
+            **{str(status): _response(status, _json("ErrorBody")) for status in (400, 404, 413)},
+        },
     }
 
 

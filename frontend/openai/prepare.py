@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from frontend.errors import invalid_request
 from frontend.prompt.cache_salt import cache_salt_spans
-from frontend.prompt.chat_template import ChatMessage
 from frontend.prompt.errors import PromptError
 from frontend.prompt.processor import check_prompt_length
 from ipc.messages import EngineCapabilities, SamplingParams
 
+from .chat_prompt import chat_of
 from .prepared import PreparedRequest
-from .protocol import ChatCompletionRequest, CompletionRequest, Message, TextPart
+from .protocol import ChatCompletionRequest, CompletionRequest
 from .refusals import client_errors, context_limit
 from .serving import ServedModel, Serving
 from .unsupported import refuse_unsupported
@@ -27,10 +27,8 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest) -> Prep
     with client_errors(serving, request):
         capabilities = serving.capabilities()
         prepared = _prepare_fields(serving.model, request, capabilities)
-        messages = [_chat_message(message, i) for i, message in enumerate(request.messages)]
-        if not messages:
-            raise invalid_request("messages must not be empty", "messages")
-        token_ids = await serving.prompts.chat(messages, max_model_len=capabilities.max_model_len)
+        chat = chat_of(request.messages, request)
+        token_ids = await serving.prompts.chat(chat, max_model_len=capabilities.max_model_len)
         if not token_ids:
             raise invalid_request("the messages make a prompt of 0 tokens", "messages")
     return replace(prepared, prompts=(token_ids,))
@@ -50,7 +48,7 @@ async def prepare_completion(serving: Serving, request: CompletionRequest) -> Pr
             else:
                 token_ids = prompt
                 check_prompt_length(len(token_ids), capabilities.max_model_len)
-                _check_vocabulary(token_ids, capabilities.vocab_size, param)
+                check_vocabulary(token_ids, capabilities.vocab_size, param)
             if not token_ids:
                 raise invalid_request(f"{param} has 0 tokens; at least 1 is needed", param)
             prompts.append(token_ids)
@@ -93,7 +91,7 @@ def _sampling_params(
     if max_tokens is None and isinstance(request, CompletionRequest):
         max_tokens = DEFAULT_COMPLETION_TOKENS
     stop_token_ids = tuple(request.stop_token_ids or ())
-    _check_vocabulary(stop_token_ids, capabilities.vocab_size, "stop_token_ids")
+    check_vocabulary(stop_token_ids, capabilities.vocab_size, "stop_token_ids")
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(request.top_k or 0, 0),
@@ -121,35 +119,14 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def _check_vocabulary(token_ids: list[int] | tuple[int, ...], vocab_size: int, param: str) -> None:
+def check_vocabulary(token_ids: list[int] | tuple[int, ...], vocab_size: int, param: str) -> None:
+    """Raises ApiError (400) naming `param` if a token id is too large."""
     if token_ids and max(token_ids) >= vocab_size:
         raise invalid_request(
             f"{param} holds token id {max(token_ids)}; this model's vocabulary has {vocab_size} tokens"
             f" (ids 0 to {vocab_size - 1})",
             param,
         )
-
-
-def _chat_message(message: Message, i: int) -> ChatMessage:
-    # Models were trained with a system role; the API's newer name for it is the same thing.
-    role = "system" if message.role == "developer" else message.role
-    if message.content is None:
-        if role != "assistant":
-            raise invalid_request(f"messages[{i}].content must not be null", f"messages[{i}].content")
-        return ChatMessage(role, "", message.name)
-    if isinstance(message.content, str):
-        return ChatMessage(role, message.content, message.name)
-    texts: list[str] = []
-    for j, part in enumerate(message.content):
-        if not isinstance(part, TextPart):
-            kind = part.__struct_config__.tag
-            raise invalid_request(
-                f"content of type '{kind}' is not supported by this model",
-                f"messages[{i}].content[{j}]",
-                "unsupported_content",
-            )
-        texts.append(part.text)
-    return ChatMessage(role, texts, message.name)
 
 
 def _separate_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

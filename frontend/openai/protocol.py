@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 NotYet = Meta(description="Not supported yet: only values that change nothing are accepted.")
 Ignored = Meta(description="Accepted and ignored: it does not change the answer.")
@@ -16,6 +16,8 @@ Ignored = Meta(description="Accepted and ignored: it does not change the answer.
 # msgpack, between frontend and engine, ends there.
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+# Decoded where it takes nobody's time, in canonical order; see `prompt.canonical_json`.
+JsonObject = Annotated[Raw, Meta(extra_json_schema={"type": "object", "nullable": True})]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -113,6 +115,17 @@ class VideoUrlPart(Struct, tag="video_url", tag_field="type"):
 ContentPart = TextPart | ImageUrlPart | InputAudioPart | FilePart | VideoUrlPart
 
 
+class CalledFunction(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: Annotated[str, Meta(description="A JSON object, as a string.")]
+
+
+class ToolCallField(Struct, forbid_unknown_fields=True, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     """One turn of a chat. An answer's `message` can be sent back as it came."""
 
@@ -121,14 +134,49 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
         str | list[ContentPart] | None, Meta(description="A string or a list of text parts; null only for assistants.")
     ] = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCallField] | None, Meta(description="Of an assistant: the calls it asked for.")] = (
+        None
+    )
+    tool_call_id: Annotated[
+        str | None, Meta(description="Of the role `tool`, and required there: the call whose result this is.")
+    ] = None
     reasoning_content: Annotated[Any, Ignored] = None
     reasoning: Annotated[Any, Ignored] = None
     refusal: Annotated[str | None, Ignored] = None
     annotations: Annotated[list[Any] | None, Ignored] = None
     audio: Annotated[Any, NotYet] = None
-    tool_calls: Annotated[list[Any] | None, NotYet] = None
-    tool_call_id: Annotated[str | None, NotYet] = None
     function_call: Annotated[Any, NotYet] = None
+
+
+class FunctionDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: Annotated[
+        JsonObject | UnsetType, Meta(description="JSON schema of the arguments. The order of its keys does not matter.")
+    ] = UNSET
+    strict: Annotated[bool | None, NotYet] = None
+
+
+class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+# What decides how messages are rendered, besides themselves.
+Tools = Annotated[list[Tool] | None, Meta(description="Functions that the model is shown, in this order.")]
+AddGenerationPrompt = Annotated[
+    bool | None,
+    Meta(
+        description="End the prompt where the assistant is to speak; default true, or false with"
+        " `continue_final_message`."
+    ),
+]
+ContinueFinalMessage = Annotated[
+    bool | None, Meta(description="Go on with the last message instead of beginning a new one; default false.")
+]
+ChatTemplateKwargs = Annotated[
+    JsonObject | UnsetType, Meta(description="More variables for the model's chat template, by name.")
+]
 
 
 class ResponseFormat(Struct):
@@ -141,6 +189,17 @@ class ChatCompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=T
         Int64 | None, Meta(description="Most tokens to generate; default as many as fit. Goes before `max_tokens`.")
     ] = None
 
+    tools: Tools = None
+    add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    chat_template_kwargs: ChatTemplateKwargs = UNSET
+    tool_choice: Annotated[
+        Any,
+        Meta(
+            description="`auto` or `none`. Neither changes the prompt: with `none` the model still sees the tools, so"
+            " that the cache finds them, and may still ask for one."
+        ),
+    ] = None
     store: Annotated[bool | None, Ignored] = None
     metadata: Annotated[dict[str, str] | None, Ignored] = None
     service_tier: Annotated[str | None, Ignored] = None
@@ -152,8 +211,6 @@ class ChatCompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=T
 
     logprobs: Annotated[bool | None, NotYet] = None
     top_logprobs: Annotated[int | None, NotYet] = None
-    tools: Annotated[list[Any] | None, NotYet] = None
-    tool_choice: Annotated[Any, NotYet] = None
     functions: Annotated[list[Any] | None, NotYet] = None
     function_call: Annotated[Any, NotYet] = None
     response_format: Annotated[ResponseFormat | None, NotYet] = None
@@ -182,3 +239,30 @@ class CompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=True)
     best_of: Annotated[int | None, NotYet] = None
     logprobs: Annotated[int | None, NotYet] = None
     suffix: Annotated[str | None, NotYet] = None
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Of `prompt` and `messages` one."""
+
+    model: Annotated[str | None, Meta(description="A served model's name; default the first one served.")] = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: Tools = None
+    add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    chat_template_kwargs: ChatTemplateKwargs = UNSET
+    add_special_tokens: Annotated[
+        bool | None,
+        Meta(
+            description="Add what the tokenizer puts around a bare text; default true with `prompt`, false with"
+            " `messages`, as the completion endpoints have it."
+        ),
+    ] = None
+    return_token_strs: Annotated[bool | None, Meta(description="Also tell how the vocabulary spells each token.")] = (
+        None
+    )
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    model: Annotated[str | None, Meta(description="A served model's name; default the first one served.")] = None
+    tokens: list[TokenId]

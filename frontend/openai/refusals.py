@@ -19,16 +19,24 @@ def client_errors(serving: Serving, request: ChatCompletionRequest | CompletionR
     """Inside, errors of engine and prompt become ApiErrors that name the fields of `request`."""
     prompt_field = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
     try:
+        with prompt_errors(serving, prompt_field):
+            yield
+    except EngineUnavailableError as error:
+        raise (shutting_down() if serving.is_shutting_down else unavailable(str(error))) from error
+    except RequestRefusedError as error:
+        raise _refused(error.error, request, prompt_field) from error
+
+
+@contextmanager
+def prompt_errors(serving: Serving, prompt_field: str) -> Iterator[None]:
+    """Inside, errors of the prompt become ApiErrors that name `prompt_field`, or the part of the chat at fault."""
+    try:
         yield
     except PromptTooLongError as error:
         reason = "" if serving.client.capabilities is None else f": {context_limit(serving.client.capabilities)}"
         raise invalid_request(f"{error}{reason}", prompt_field, "context_length_exceeded") from error
     except PromptError as error:
-        raise invalid_request(str(error), prompt_field) from error
-    except EngineUnavailableError as error:
-        raise (shutting_down() if serving.is_shutting_down else unavailable(str(error))) from error
-    except RequestRefusedError as error:
-        raise _refused(error.error, request, prompt_field) from error
+        raise invalid_request(str(error), error.field or prompt_field) from error
 
 
 def context_limit(capabilities: EngineCapabilities) -> str:

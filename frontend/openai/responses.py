@@ -100,6 +100,19 @@ class ModelList(Struct):
     object: Literal["list"] = "list"
 
 
+class Tokenized(Struct):
+    """`max_model_len` is null until an engine has answered for the first time."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Struct):
+    prompt: str
+
+
 class ErrorDetails(Struct):
     message: str
     type: str

@@ -18,9 +18,10 @@ from frontend.streaming import EventStream, unless_disconnected
 from .chat import answer_chat, stream_chat
 from .completions import answer_completion, stream_completion
 from .decode import decode_body
-from .protocol import ChatCompletionRequest, CompletionRequest
+from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import ModelCard, ModelList, encode_error
 from .serving import Serving
+from .tokenize import detokenize, tokenize
 
 R = TypeVar("R", ChatCompletionRequest, CompletionRequest)
 Answer = Callable[[Serving, R, str], Coroutine[Any, Any, bytes]]
@@ -28,6 +29,8 @@ Stream = Callable[[Serving, R, str], AsyncGenerator[bytes]]
 
 _decode_chat = msgspec.json.Decoder(ChatCompletionRequest)
 _decode_completion = msgspec.json.Decoder(CompletionRequest)
+_decode_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_decode_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def openai_routes(serving: Serving) -> list[HTTPRouteHandler]:
@@ -43,6 +46,16 @@ def openai_routes(serving: Serving) -> list[HTTPRouteHandler]:
         asked = decode_body(_decode_completion, await read_body(request))
         return await _respond(serving, request, asked, "cmpl", answer_completion, stream_completion)
 
+    @post("/tokenize", status_code=200)
+    async def tokenize_route(request: Request) -> ASGIResponse:
+        asked = decode_body(_decode_tokenize, await read_body(request))
+        return ASGIResponse(body=await unless_disconnected(request.receive, tokenize(serving, asked)))
+
+    @post("/detokenize", status_code=200)
+    async def detokenize_route(request: Request) -> ASGIResponse:
+        asked = decode_body(_decode_detokenize, await read_body(request))
+        return ASGIResponse(body=await unless_disconnected(request.receive, detokenize(serving, asked)))
+
     @get("/v1/models")
     async def models() -> ASGIResponse:
         return _json(ModelList([_card(serving, name) for name in serving.model.names]))
@@ -52,7 +65,7 @@ def openai_routes(serving: Serving) -> list[HTTPRouteHandler]:
         # A path, since the names of models have slashes in them.
         return _json(_card(serving, serving.model.check(request.path_params["model_id"].removeprefix("/"))))
 
-    return [chat_completions, completions, models, model]
+    return [chat_completions, completions, tokenize_route, detokenize_route, models, model]
 
 
 async def _respond(

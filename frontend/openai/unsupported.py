@@ -6,7 +6,7 @@ from typing import Any
 
 from frontend.errors import not_supported
 
-from .protocol import ChatCompletionRequest, CompletionRequest
+from .protocol import ChatCompletionRequest, CompletionRequest, Message, Tool
 
 # field → values that change nothing, besides null
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -17,7 +17,6 @@ _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -50,9 +49,17 @@ def refuse_unsupported(request: ChatCompletionRequest | CompletionRequest) -> No
 def _refuse_in_chat(request: ChatCompletionRequest) -> None:
     if request.response_format is not None and request.response_format.type != "text":
         raise not_supported("response_format", f"response_format of type {request.response_format.type!r}")
-    for i, message in enumerate(request.messages):
-        if message.role in ("tool", "function"):
-            raise not_supported(f"messages[{i}].role", f"the role {message.role!r}")
-        for field in ("audio", "tool_calls", "tool_call_id", "function_call"):
+    refuse_unsupported_in_prompt(request.messages, request.tools)
+
+
+def refuse_unsupported_in_prompt(messages: list[Message], tools: list[Tool] | None) -> None:
+    """Raises ApiError (400) naming the first field of messages or tools that asks for something not done yet."""
+    for i, tool in enumerate(tools or ()):
+        if tool.function.strict:
+            raise not_supported(f"tools[{i}].function.strict", "strict = True")
+    for i, message in enumerate(messages):
+        if message.role == "function":
+            raise not_supported(f"messages[{i}].role", "the role 'function'")
+        for field in ("audio", "function_call"):
             if getattr(message, field):
                 raise not_supported(f"messages[{i}].{field}", f"{field} in a message")

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 
 class PromptError(ValueError):
-    """No prompt can be made of this. The message is for the caller."""
+    """No prompt can be made of this. The message is for the caller.
+
+    `field` is the part of the chat at fault (`tools`, `messages[2].tool_calls`), where it is not all of the prompt.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ChatTemplateError(PromptError):
-    """The model's chat template refuses these messages, or there is no chat template."""
+    """The model's chat template refuses this chat, or would leave out a part of it, or there is no chat template."""
 
 
 class PromptTooLongError(PromptError):

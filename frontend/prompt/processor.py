@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from .chat_template import ChatMessage
-from .errors import ChatTemplateError, PromptTooLongError
+from .chat import Chat
+from .errors import ChatTemplateError, PromptError, PromptTooLongError
 from .least_tokens import least_tokens_of
 from .tokenizer import ModelTokenizer
+
+T = TypeVar("T")
 
 # What takes longer than about 10 ms waits in its own line.
 LONG_PROMPT_CHARACTERS = 32_768
 # Up to here tokens are counted, though it may be certain that they are too many. This takes about 2 s and 300 MB.
 ALWAYS_COUNTED_BYTES = 2 << 20
+
+_CHARACTERS_PER_TOKEN = 4
 
 
 class PromptProcessor:
@@ -35,44 +40,75 @@ class PromptProcessor:
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def chat(self, messages: Sequence[ChatMessage], *, max_model_len: int) -> list[int]:
-        """Token ids of the chat, ending where the assistant is to speak. The template alone decides about BOS.
+    async def chat(
+        self, chat: Chat, *, max_model_len: int | None, add_special_tokens: bool = False, check_length: bool = True
+    ) -> list[int]:
+        """Token ids of the chat. By default the template alone decides about BOS.
 
         Raises:
-            ChatTemplateError: the model has no chat template, or the template refuses these messages.
-            PromptTooLongError: fewer than one token would be left for the answer.
+            ChatTemplateError: the model has no chat template, or the template refuses this chat.
+            PromptError: see `ChatTemplate.render`, and `text`.
+            PromptTooLongError: see `text`.
         """
         template = self.tokenizer.chat_template
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
 
         def prepare() -> list[int]:
-            return self._encode(template.render(messages), add_special_tokens=False, max_model_len=max_model_len)
+            return self._encode(template.render(chat), max_model_len, add_special_tokens, check_length)
 
-        num_characters = sum(len(part) for message in messages for part in _texts(message))
-        return await self._run(prepare, num_characters)
+        return await self._run(prepare, chat.num_characters())
 
-    async def text(self, text: str, *, max_model_len: int) -> list[int]:
-        """Token ids of a bare text, with BOS if the tokenizer adds one. Raises PromptTooLongError."""
+    async def text(
+        self, text: str, *, max_model_len: int | None, add_special_tokens: bool = True, check_length: bool = True
+    ) -> list[int]:
+        """Token ids of a bare text, by default with BOS if the tokenizer adds one.
+
+        `max_model_len` is None while no engine has told it.
+
+        Raises:
+            PromptTooLongError: fewer than one token would be left for the answer. Without `check_length` only a text
+                that is very long, too, is refused.
+            PromptError: the text is very long, and `max_model_len` is None.
+        """
 
         def prepare() -> list[int]:
-            return self._encode(text, add_special_tokens=True, max_model_len=max_model_len)
+            return self._encode(text, max_model_len, add_special_tokens, check_length)
 
         return await self._run(prepare, len(text))
 
-    def _encode(self, text: str, *, add_special_tokens: bool, max_model_len: int) -> list[int]:
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens spelled out. Ids that stand for no token have no text."""
+        return await self._run(lambda: self.tokenizer.decode(token_ids), len(token_ids) * _CHARACTERS_PER_TOKEN)
+
+    async def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        spelling = self.tokenizer.backend.id_to_token
+        return await self._run(
+            lambda: [spelling(token_id) or "" for token_id in token_ids], len(token_ids) * _CHARACTERS_PER_TOKEN
+        )
+
+    def _encode(self, text: str, max_model_len: int | None, add_special_tokens: bool, check_length: bool) -> list[int]:
         self._refuse_hopeless(text, max_model_len)
         tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        check_prompt_length(len(tokens), max_model_len)
+        if check_length and max_model_len is not None:
+            check_prompt_length(len(tokens), max_model_len)
         return tokens.ids
 
-    def _refuse_hopeless(self, text: str, max_model_len: int) -> None:
+    def _refuse_hopeless(self, text: str, max_model_len: int | None) -> None:
         """Raises PromptTooLongError for a text that is certainly too long, before it costs anything."""
         utf8 = text.encode()
-        if len(utf8) > ALWAYS_COUNTED_BYTES and (num_tokens := self._least_tokens(utf8)) >= max_model_len:
+        if len(utf8) <= ALWAYS_COUNTED_BYTES:
+            return
+        if max_model_len is None:
+            raise PromptError(
+                f"the prompt has {len(utf8)} bytes of text; until an engine has answered, at most"
+                f" {ALWAYS_COUNTED_BYTES} are tokenized"
+            )
+        if (num_tokens := self._least_tokens(utf8)) >= max_model_len:
             raise PromptTooLongError(num_tokens, max_model_len, len(utf8))
 
-    async def _run(self, prepare: Callable[[], list[int]], num_characters: int) -> list[int]:
+    async def _run(self, prepare: Callable[[], T], num_characters: int) -> T:
         pool = self._long if num_characters > LONG_PROMPT_CHARACTERS else self._short
         return await asyncio.get_running_loop().run_in_executor(pool, prepare)
 
@@ -81,7 +117,3 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
     """Raises PromptTooLongError unless at least one token is left for the output."""
     if num_tokens >= max_model_len:
         raise PromptTooLongError(num_tokens, max_model_len)
-
-
-def _texts(message: ChatMessage) -> Sequence[str]:
-    return (message.content,) if isinstance(message.content, str) else message.content

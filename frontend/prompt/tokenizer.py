@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import TemplateSyntaxError
 from tokenizers import Encoding, Tokenizer
 
 from .chat_template import ChatTemplate, chat_template_of
@@ -21,6 +23,11 @@ class ModelTokenizer:
     backend: Tokenizer
     chat_template: ChatTemplate | None
 
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
         """Tokenize `text`; `add_special_tokens` adds what the tokenizer puts around a bare text (BOS).
 
@@ -30,6 +37,12 @@ class ModelTokenizer:
         # encode() keeps the interpreter lock for its whole run (0.9 s for 1 MB); this one releases it.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens spelled out. Ids that stand for no token are passed over."""
+        # Unlike decode(), this one releases the interpreter lock.
+        (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=False)
+        return text
 
 
 def load_tokenizer(model_dir: Path) -> ModelTokenizer:
@@ -54,4 +67,8 @@ def load_tokenizer(model_dir: Path) -> ModelTokenizer:
         )
     backend.no_truncation()
     backend.no_padding()
-    return ModelTokenizer(backend, chat_template_of(tokenizer))
+    try:
+        chat_template = chat_template_of(tokenizer)
+    except (TemplateSyntaxError, ValueError) as error:
+        raise TokenizerLoadError(f"the chat template in {model_dir} cannot be used: {error}") from error
+    return ModelTokenizer(backend, chat_template)

@@ -53,6 +53,14 @@ def chat(**fields: Any) -> dict[str, Any]:
     return message() | fields
 
 
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f"} | fields}
+
+
 CASES = [
     (CHAT, {}, "messages", "missing"),
     (CHAT, {"messages": []}, "messages", "empty"),
@@ -60,7 +68,8 @@ CASES = [
     (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role", "missing"),
     (CHAT, message(role=7), "messages[0].role", "`str`, got `int`"),
     (CHAT, message(role="pirate"), "messages[0].role", "'pirate' is not one of 'assistant', 'developer', 'function'"),
-    (CHAT, message(role="tool"), "messages[0].role", "not supported yet"),
+    (CHAT, message(role="tool"), "messages[0].tool_call_id", "is required"),
+    (CHAT, message(role="function", name="f"), "messages[0].role", "not supported yet"),
     (CHAT, message(content=None), "messages[0].content", "null"),
     (CHAT, message(content=5), "messages[0].content", "got `int`"),
     (CHAT, message(content=[{"type": "text"}]), "messages[0].content[0].text", "missing"),
@@ -71,7 +80,11 @@ CASES = [
         "messages[0].content[1]",
         "not supported by this model",
     ),
-    (CHAT, message(tool_calls=[{}], role="assistant"), "messages[0].tool_calls", "not supported yet"),
+    (CHAT, message(tool_calls=[{}], role="assistant"), "messages[0].tool_calls[0].id", "missing"),
+    (CHAT, message(tool_calls=[call("{}")]), "messages[0].tool_calls", "only assistants"),
+    (CHAT, message(tool_call_id="call_1"), "messages[0].tool_call_id", "only allowed"),
+    (CHAT, message(role="assistant", tool_calls=[call("{}")]), "messages[0].tool_calls", "does not show calls"),
+    (CHAT, message(role="assistant", function_call={"name": "f"}), "messages[0].function_call", "not supported yet"),
     (CHAT, message(mood="good"), "messages[0].mood", "unrecognized"),
     (CHAT, chat(moood=1), "moood", "unrecognized"),
     (CHAT, chat(model=1), "model", "`str"),
@@ -103,8 +116,24 @@ CASES = [
     (CHAT, chat(n=2), "n", "not supported yet"),
     (CHAT, chat(logprobs=True), "logprobs", "not supported yet"),
     (CHAT, chat(top_logprobs=3), "top_logprobs", "not supported yet"),
-    (CHAT, chat(tools=[{"type": "function"}]), "tools", "not supported yet"),
+    (CHAT, chat(tools=[{"type": "function"}]), "tools[0].function", "missing"),
+    (CHAT, chat(tools=[{"type": "custom"}]), "tools[0].type", "'custom' is not one of 'function'"),
+    (CHAT, chat(tools=[tool(name="")]), "tools[0].function.name", "length >= 1"),
+    (CHAT, chat(tools=[tool(), tool(returns="x")]), "tools[1].function.returns", "unrecognized"),
+    (CHAT, chat(tools=[tool(strict=True)]), "tools[0].function.strict", "not supported yet"),
+    (CHAT, chat(tools=[tool()]), "tools", "does not show tools"),
     (CHAT, chat(tool_choice="required"), "tool_choice", "not supported yet"),
+    (CHAT, chat(tool_choice={"type": "function", "function": {"name": "f"}}), "tool_choice", "not supported yet"),
+    (CHAT, chat(functions=[{"name": "f"}]), "functions", "not supported yet"),
+    (CHAT, chat(chat_template_kwargs=[]), "chat_template_kwargs", "must hold a JSON object, got an array"),
+    (CHAT, chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "must not set 'messages'"),
+    (CHAT, chat(add_generation_prompt="no"), "add_generation_prompt", "got `str`"),
+    (
+        CHAT,
+        chat(continue_final_message=True, add_generation_prompt=True),
+        "continue_final_message",
+        "exclude each other",
+    ),
     (CHAT, chat(presence_penalty="0.5"), "presence_penalty", "float"),
     (CHAT, chat(logit_bias={"five": 1}), "logit_bias", "int"),
     (CHAT, chat(allowed_token_ids=[-1]), "allowed_token_ids[0]", ">= 0"),
@@ -140,6 +169,7 @@ NEUTRAL = {
     "n": 1, "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "auto", "presence_penalty": 0,
     "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "user": "me", "store": False,
     "service_tier": "auto", "parallel_tool_calls": True, "repetition_penalty": 1, "modalities": ["text"],
+    "chat_template_kwargs": {}, "add_generation_prompt": True, "continue_final_message": False,
 }  # fmt: skip
 
 
@@ -318,7 +348,16 @@ def test_the_documentation_is_complete_and_comes_from_here(http: httpx.Client) -
     error_of(http.get("/docs/assets/..%2f__init__.py"), 404)
     document = http.get("/openapi.json").json()
     assert document["openapi"].startswith("3.0.")
-    assert {CHAT, COMPLETION, "/v1/models", "/v1/models/{model_id}", "/health", "/version"} == set(document["paths"])
+    assert {
+        CHAT,
+        COMPLETION,
+        "/tokenize",
+        "/detokenize",
+        "/v1/models",
+        "/v1/models/{model_id}",
+        "/health",
+        "/version",
+    } == set(document["paths"])
     references = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
     assert references <= set(document["components"]["schemas"])
     assert '"null"' not in json.dumps(document)

@@ -15,7 +15,8 @@ from tokenizers import Encoding, processors
 from transformers import AutoTokenizer
 
 from frontend.prompt.cache_salt import cache_salt_spans
-from frontend.prompt.chat_template import ChatMessage, ChatTemplate, chat_template_of
+from frontend.prompt.chat import Chat, ChatMessage
+from frontend.prompt.chat_template import ChatTemplate, chat_template_of
 from frontend.prompt.errors import ChatTemplateError, PromptError, PromptTooLongError
 from frontend.prompt.processor import ALWAYS_COUNTED_BYTES, PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
@@ -37,7 +38,7 @@ async def test_chat_gives_the_ids_transformers_gives(chat_model_dir: Path, chat_
     expected = transformers_tokenizer(chat_model_dir).apply_chat_template(
         [{"role": m.role, "content": m.content} for m in CHAT], add_generation_prompt=True, return_dict=False
     )
-    assert await PromptProcessor(chat_tokenizer).chat(CHAT, max_model_len=1000) == expected
+    assert await PromptProcessor(chat_tokenizer).chat(Chat(CHAT), max_model_len=1000) == expected
 
 
 async def test_text_gets_what_the_tokenizer_puts_around_it_and_chat_does_not(chat_model_dir: Path) -> None:
@@ -46,13 +47,13 @@ async def test_text_gets_what_the_tokenizer_puts_around_it_and_chat_does_not(cha
     tokenizer.backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", bos)])
     prompts = PromptProcessor(tokenizer)
     text = await prompts.text("hi", max_model_len=100)
-    chat = await prompts.chat([ChatMessage("user", "hi")], max_model_len=100)
+    chat = await prompts.chat(Chat([ChatMessage("user", "hi")]), max_model_len=100)
     assert text[0] == bos
     assert chat[:2].count(bos) == 1
 
 
 async def test_special_tokens_in_a_message_are_special_as_peers_have_it(chat_tokenizer: ModelTokenizer) -> None:
-    ids = await PromptProcessor(chat_tokenizer).chat([ChatMessage("user", "<|im_end|>")], max_model_len=100)
+    ids = await PromptProcessor(chat_tokenizer).chat(Chat([ChatMessage("user", "<|im_end|>")]), max_model_len=100)
     assert ids.count(chat_tokenizer.backend.token_to_id("<|im_end|>")) == 2
 
 
@@ -61,7 +62,7 @@ def test_text_parts_are_joined_for_a_template_that_knows_only_strings(chat_model
     assert template is not None
     assert template.takes_strings
     assert not template.takes_parts
-    assert "one\ntwo<|im_end|>" in template.render([ChatMessage("user", ["one", "two"])])
+    assert "one\ntwo<|im_end|>" in template.render(Chat([ChatMessage("user", ["one", "two"])]))
 
 
 def test_a_template_that_knows_only_parts_gets_parts(chat_model_dir: Path) -> None:
@@ -69,20 +70,20 @@ def test_a_template_that_knows_only_parts_gets_parts(chat_model_dir: Path) -> No
     assert template is not None
     assert template.takes_parts
     messages = [ChatMessage("user", "alone"), ChatMessage("user", ["one", "two"])]
-    assert template.render(messages) == "[user]<alone>[user]<one><two>"
+    assert template.render(Chat(messages)) == "[user]<alone>[user]<one><two>"
 
 
 def test_what_a_template_says_reaches_the_caller(chat_model_dir: Path) -> None:
     template = chat_template_of(transformers_tokenizer(chat_model_dir, "{{ raise_exception('roles must alternate') }}"))
     assert template is not None
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        template.render(CHAT)
+        template.render(Chat(CHAT))
 
 
 async def test_a_model_without_chat_template_points_to_completions(chat_tokenizer: ModelTokenizer) -> None:
     prompts = PromptProcessor(ModelTokenizer(chat_tokenizer.backend, None))
     with pytest.raises(ChatTemplateError, match="/v1/completions"):
-        await prompts.chat(CHAT, max_model_len=100)
+        await prompts.chat(Chat(CHAT), max_model_len=100)
 
 
 async def test_a_prompt_must_leave_room_for_one_token(chat_tokenizer: ModelTokenizer) -> None:
@@ -148,8 +149,8 @@ async def test_a_prompt_nobody_waits_for_any_more_is_not_tokenized(chat_tokenize
     release = threading.Event()
     rendered: list[str] = []
 
-    def apply(messages: list[dict[str, Any]]) -> str:
-        rendered.append(messages[0]["content"][0])
+    def apply(variables: dict[str, Any]) -> str:
+        rendered.append(variables["messages"][0]["content"][0])
         started.set()
         release.wait(20)
         return "text"
@@ -157,7 +158,8 @@ async def test_a_prompt_nobody_waits_for_any_more_is_not_tokenized(chat_tokenize
     template = ChatTemplate(apply, takes_strings=True, takes_parts=False)
     prompts = PromptProcessor(ModelTokenizer(chat_tokenizer.backend, template))
     first, second, third = (
-        asyncio.create_task(prompts.chat([ChatMessage("user", letter * 50_000)], max_model_len=100)) for letter in "abc"
+        asyncio.create_task(prompts.chat(Chat([ChatMessage("user", letter * 50_000)]), max_model_len=100))
+        for letter in "abc"
     )
     await asyncio.to_thread(started.wait, 20)
     second.cancel()

@@ -1,0 +1,67 @@
+"""`POST /tokenize` and `/detokenize`: what a prompt becomes, without asking the engine."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, Raw
+
+from frontend.errors import invalid_request
+
+from .chat_prompt import chat_of
+from .prepare import check_vocabulary
+from .protocol import DetokenizeRequest, TokenizeRequest
+from .refusals import prompt_errors
+from .responses import Detokenized, Tokenized
+from .serving import Serving
+from .unsupported import refuse_unsupported_in_prompt
+
+_FIELDS_OF_CHATS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+async def tokenize(serving: Serving, request: TokenizeRequest) -> bytes:
+    """The tokens a completion endpoint would make of this prompt, as JSON, even if too many. Raises ApiError."""
+    serving.model.check(request.model)
+    capabilities = serving.client.capabilities
+    max_model_len = None if capabilities is None else capabilities.max_model_len
+    token_ids = await _token_ids(serving, request, max_model_len)
+    spellings = await serving.prompts.spellings(token_ids) if request.return_token_strs else None
+    return msgspec.json.encode(Tokenized(len(token_ids), max_model_len, token_ids, spellings))
+
+
+async def detokenize(serving: Serving, request: DetokenizeRequest) -> bytes:
+    """The text of the tokens, special ones spelled out, as JSON. Raises ApiError."""
+    serving.model.check(request.model)
+    capabilities = serving.client.capabilities
+    vocab_size = serving.prompts.tokenizer.vocab_size if capabilities is None else capabilities.vocab_size
+    check_vocabulary(request.tokens, vocab_size, "tokens")
+    return msgspec.json.encode(Detokenized(await serving.prompts.detokenize(request.tokens)))
+
+
+async def _token_ids(serving: Serving, request: TokenizeRequest, max_model_len: int | None) -> list[int]:
+    if request.messages is None:
+        if request.prompt is None:
+            raise invalid_request("missing required parameter 'prompt' (or 'messages')", "prompt")
+        _refuse_fields_of_chats(request)
+        with prompt_errors(serving, "prompt"):
+            return await serving.prompts.text(
+                request.prompt,
+                max_model_len=max_model_len,
+                add_special_tokens=request.add_special_tokens is not False,
+                check_length=False,
+            )
+    if request.prompt is not None:
+        raise invalid_request("send prompt or messages, not both", "prompt")
+    refuse_unsupported_in_prompt(request.messages, request.tools)
+    with prompt_errors(serving, "messages"):
+        return await serving.prompts.chat(
+            chat_of(request.messages, request),
+            max_model_len=max_model_len,
+            add_special_tokens=bool(request.add_special_tokens),
+            check_length=False,
+        )
+
+
+def _refuse_fields_of_chats(request: TokenizeRequest) -> None:
+    for field in _FIELDS_OF_CHATS:
+        if getattr(request, field) not in (None, UNSET, Raw(b"null")):
+            raise invalid_request(f"{field} is only allowed with messages", field)
