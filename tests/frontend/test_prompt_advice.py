@@ -1,0 +1,270 @@
+"""`docs/prompts.md` is true: every row of its tables is asked of a real engine core, and the numbers must be the doc's.
+
+The engine core computes with `CheckingRunner`, which notices a block that should not have been shared. The tokenizer is
+that of the tests' tiny model. Each row starts with an empty cache; its last request is the one that is counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine_core.config import EngineConfig
+from engine_core.engine import EngineCore
+from engine_core.runner import ScheduledRequest, StepResult
+from frontend.prompt.chat_template import chat_template_of
+from frontend.prompt.tokenizer import ModelTokenizer, load_tokenizer
+from ipc.messages import EngineRequest, RequestOutput
+from tests.checking_runner import CheckingRunner
+from tests.frontend.live_app import live_app
+from tests.frontend.scripted_engine import ScriptedEngine
+from tests.frontend.templates import DATED_TEMPLATE, TOOL_TEMPLATE, tokenizer_with
+
+DOC = Path(__file__).parents[2] / "docs" / "prompts.md"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+BLOCK_SIZE = 16
+
+ANSWER = (
+    "The capital of France is Paris. The keeper found it on one of the older pages, where it had been written before on"
+    " a quiet night, between two ships."
+)
+RULES = (
+    "You are a helpful assistant of the lighthouse. Answer in the keeper's words. Say what the wind was, which ships"
+    " passed, and what the weather did to the harbour. Where the fog allowed no name, write that the fog allowed none."
+)
+NOON, EVENING = "It is 12:00.", "It is 20:15."
+
+Turn = dict[str, Any]
+Request = tuple[str, dict[str, Any]]
+
+
+def system(content: str) -> Turn:
+    return {"role": "system", "content": content}
+
+
+def user(content: str) -> Turn:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Turn:
+    return {"role": "assistant", "content": content}
+
+
+def chat(*messages: Turn, **fields: Any) -> Request:
+    return CHAT, {"messages": list(messages), **fields}
+
+
+def tokens(*token_ids: int, **fields: Any) -> Request:
+    return COMPLETION, {"prompt": list(token_ids), **fields}
+
+
+def tool(name: str, **schema: Any) -> dict[str, Any]:
+    description = f"Read the {name} of one night from the keeper's pages."
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+SHIPS = tool("ships", type="object", properties={"night": {"type": "string"}, "limit": {"type": "integer"}})
+SHIPS_RESHUFFLED = tool("ships", properties={"limit": {"type": "integer"}, "night": {"type": "string"}}, type="object")
+WIND = tool("wind", type="object", properties={"night": {"type": "string"}})
+FOG = tool("fog", type="object", properties={"night": {"type": "string"}})
+
+QUESTION, ANOTHER = user("What is the capital of France?"), user("What is the capital of Italy?")
+HISTORY = [
+    system(RULES),
+    user("Which ship passed first?"),
+    assistant("The ship passed first was the same one."),
+    user("And what was the wind, hour by hour, before the ship came to the harbour?"),
+    assistant("In the first hour the wind was quiet. In the second hour it was not."),
+    QUESTION,
+]
+NEXT_TURN = [assistant(ANSWER), ANOTHER]
+PAGE = range(20, 84)
+
+
+def with_tools(*tools: dict[str, Any], **fields: Any) -> Request:
+    return chat(system(RULES), ANOTHER, tools=list(tools), **fields)
+
+
+FIRST_WITH_TOOLS = chat(system(RULES), QUESTION, tools=[SHIPS, WIND])
+
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "Two ships, and one without a name."}
+
+
+def called(arguments: str) -> Turn:
+    call = {"id": "call_1", "type": "function", "function": {"name": "ships", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+# row of the doc → requests, one after the other
+ROWS: dict[str, list[Request]] = {
+    "the time before the rules": [chat(system(f"{time} {RULES}"), *HISTORY[1:]) for time in (NOON, EVENING)],
+    "the time after the rules": [chat(system(f"{RULES} {time}"), *HISTORY[1:]) for time in (NOON, EVENING)],
+    "the time in the last turn": [
+        chat(*HISTORY[:-1], user(f"{QUESTION['content']} {time}")) for time in (NOON, EVENING)
+    ],
+    "everything kept, the new turn appended": [chat(*HISTORY), chat(*HISTORY, *NEXT_TURN)],
+    "the answer shortened before it is sent back": [
+        chat(*HISTORY),
+        chat(*HISTORY, assistant(ANSWER.partition(".")[0]), ANOTHER),
+    ],
+    "the oldest turns dropped": [chat(*HISTORY), chat(HISTORY[0], *HISTORY[3:], *NEXT_TURN)],
+    "a note added to the rules": [
+        chat(*HISTORY),
+        chat(system(f"{RULES} Be brief."), *HISTORY[1:], *NEXT_TURN),
+    ],
+    "a note added to the last turn": [
+        chat(*HISTORY),
+        chat(*HISTORY, NEXT_TURN[0], user(f"{ANOTHER['content']} Be brief.")),
+    ],
+    "the same tools": [FIRST_WITH_TOOLS, with_tools(SHIPS, WIND)],
+    "the same tools, keys of the schema in another order": [FIRST_WITH_TOOLS, with_tools(SHIPS_RESHUFFLED, WIND)],
+    "the same tools, `tool_choice` `none`": [FIRST_WITH_TOOLS, with_tools(SHIPS, WIND, tool_choice="none")],
+    "a call of a tool sent back, its arguments spelled another way": [
+        chat(system(RULES), QUESTION, called(arguments), RESULT, tools=[SHIPS])
+        for arguments in ('{"night":"quiet","limit":2}', '{ "limit": 2, "night": "quiet" }')
+    ],
+    "one more tool at the end": [FIRST_WITH_TOOLS, with_tools(SHIPS, WIND, FOG)],
+    "the tools in another order": [FIRST_WITH_TOOLS, with_tools(WIND, SHIPS)],
+    "no tools this time": [FIRST_WITH_TOOLS, with_tools()],
+    "the rules character by character the same": [chat(system(RULES), QUESTION), chat(system(RULES), ANOTHER)],
+    "a space before the rules": [chat(system(RULES), QUESTION), chat(system(f" {RULES}"), ANOTHER)],
+    "line breaks instead of spaces after each sentence": [
+        chat(system(RULES), QUESTION),
+        chat(system(RULES.replace(". ", ".\n")), ANOTHER),
+    ],
+    "another temperature, seed, stop string and length": [
+        chat(system(RULES), QUESTION),
+        chat(system(RULES), QUESTION, temperature=0.5, seed=7, stop=["!"], max_tokens=3),
+    ],
+    "the same salt": [
+        chat(system(RULES), QUESTION, cache_salt="tenant-17"),
+        chat(system(RULES), ANOTHER, cache_salt="tenant-17"),
+    ],
+    "another salt": [
+        chat(system(RULES), QUESTION, cache_salt="tenant-17"),
+        chat(system(RULES), ANOTHER, cache_salt="tenant-18"),
+    ],
+    "15 tokens alike": [tokens(*PAGE), tokens(*PAGE[:15], 99, 98, 97)],
+    "16 tokens alike": [tokens(*PAGE), tokens(*PAGE[:16], 99, 98, 97)],
+    "31 tokens alike": [tokens(*PAGE), tokens(*PAGE[:31], 99, 98, 97)],
+    "32 tokens alike": [tokens(*PAGE), tokens(*PAGE[:32], 99, 98, 97)],
+    "the same 63 tokens": [tokens(*PAGE[:63])] * 2,
+    "the same 64 tokens": [tokens(*PAGE[:64])] * 2,
+}
+ROWS_OF_ANOTHER_DAY = {
+    "the template tells the date, the same day": [(9, 0), (23, 59)],
+    "the template tells the date, the next day": [(9, 0), (24, 1)],
+}
+
+
+class SpeakingRunner(CheckingRunner):
+    """Says `answer`, then the token that ends a turn."""
+
+    def __init__(self, answer: Sequence[int], end_of_turn: int, vocab_size: int) -> None:
+        super().__init__(
+            256, BLOCK_SIZE, vocab_size=vocab_size, max_model_len=1024, eos_token_ids=frozenset({end_of_turn})
+        )
+        self._says = [*answer, end_of_turn]
+
+    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
+        result = super().execute(batch)
+        for place, entry in enumerate(batch):
+            if entry.samples:
+                request = entry.request
+                result.token_ids[place] = self._says[request.num_tokens - request.num_prompt_tokens]
+        return result
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = datetime(2027, 3, 1, tzinfo=UTC)
+
+    def now(self) -> datetime:
+        return self.time
+
+
+class Server:
+    """`ask` answers from a cache that only `forget` empties."""
+
+    def __init__(self, core: EngineCore, http: httpx.Client, clock: Clock) -> None:
+        self.core, self.http, self.clock = core, http, clock
+
+    def forget(self) -> None:
+        assert self.core.reset_prefix_cache()
+
+    def ask(self, request: Request) -> tuple[int, int]:
+        """Returns (prompt tokens, cached tokens)."""
+        path, body = request
+        response = self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        usage = response.json()["usage"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    def count(self, requests: Sequence[Request]) -> tuple[int, int]:
+        self.forget()
+        return [self.ask(request) for request in requests][-1]
+
+
+@pytest.fixture(scope="module")
+def server(chat_model_dir: Path) -> Iterator[Server]:
+    yield from serve(chat_model_dir, TOOL_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def dated_server(chat_model_dir: Path) -> Iterator[Server]:
+    yield from serve(chat_model_dir, DATED_TEMPLATE)
+
+
+def serve(chat_model_dir: Path, template: str) -> Iterator[Server]:
+    backend, clock = load_tokenizer(chat_model_dir).backend, Clock()
+    tokenizer = ModelTokenizer(backend, chat_template_of(tokenizer_with(chat_model_dir, template), clock.now))
+    answer = tokenizer.encode(ANSWER, add_special_tokens=False).ids
+    runner = SpeakingRunner(answer, backend.token_to_id("<|im_end|>"), tokenizer.vocab_size)
+    core = EngineCore(EngineConfig(block_size=BLOCK_SIZE), runner)
+
+    async def compute(request: EngineRequest) -> AsyncGenerator[RequestOutput]:
+        core.add_request(request)
+        while core.has_unfinished_requests():
+            for output in core.step().outputs:
+                yield output
+
+    engine = ScriptedEngine(compute)
+    engine.capabilities = core.capabilities
+    with live_app(engine, tokenizer) as url, httpx.Client(base_url=url, timeout=30) as http:
+        yield Server(core, http, clock)
+
+
+def rows_of_the_doc() -> dict[str, tuple[int, int]]:
+    """Row → (prompt tokens, cached tokens)."""
+    found = re.findall(r"^\| (.+?) \| ([\d,]+) \| ([\d,]+) \|$", DOC.read_text(), re.MULTILINE)
+    rows = {label: (int(prompt.replace(",", "")), int(cached.replace(",", ""))) for label, prompt, cached in found}
+    assert len(rows) == len(found), "two rows of the doc have the same name"
+    return rows
+
+
+def test_every_row_of_the_doc_is_tested_here_and_the_other_way_round() -> None:
+    assert set(rows_of_the_doc()) == {*ROWS, *ROWS_OF_ANOTHER_DAY}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_numbers_are_the_docs(server: Server, row: str) -> None:
+    assert server.count(ROWS[row]) == rows_of_the_doc()[row]
+
+
+@pytest.mark.parametrize("row", ROWS_OF_ANOTHER_DAY)
+def test_the_numbers_of_the_date_are_the_docs(dated_server: Server, row: str) -> None:
+    dated_server.forget()
+    for hour, minute in ROWS_OF_ANOTHER_DAY[row]:
+        dated_server.clock.time = datetime(2027, 3, 1 + hour // 24, hour % 24, minute, tzinfo=UTC)
+        counted = dated_server.ask(chat(user(f"{RULES} {QUESTION['content']}")))
+    assert counted == rows_of_the_doc()[row]
+
+
+def test_the_doc_says_what_block_size_its_numbers_have() -> None:
+    assert f"blocks of {BLOCK_SIZE} tokens" in DOC.read_text()
