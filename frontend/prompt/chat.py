@@ -55,9 +55,11 @@ class Chat:
     def num_characters(self) -> int:
         """About how long the rendered text will be."""
         texts = sum(len(part) for message in self.messages for part in _texts(message))
-        calls = sum(len(call.arguments.text) for message in self.messages for call in message.tool_calls)
-        tools = sum(len(tool.description or "") + len(tool.parameters.text) for tool in self.tools if tool.parameters)
-        return texts + calls + tools + (len(self.variables.text) if self.variables else 0)
+        descriptions = sum(len(tool.description or "") for tool in self.tools)
+        json = [call.arguments for message in self.messages for call in message.tool_calls]
+        json += [tool.parameters for tool in self.tools if tool.parameters is not None]
+        json += [] if self.variables is None else [self.variables]
+        return texts + descriptions + sum(len(each.text) for each in json)
 
 
 def _texts(message: ChatMessage) -> Sequence[str]:

@@ -78,13 +78,14 @@ class ChatTemplate:
         return _up_to_mark(text) if chat.continue_final_message else text
 
     def _refuse_what_would_be_left_out(self, chat: Chat) -> None:
+        does_not_show = "this model's chat template does not show"
         if chat.tools and not self.takes_tools:
-            raise ChatTemplateError("this model's chat template does not show tools to the model", "tools")
+            raise ChatTemplateError(f"{does_not_show} tools to the model", "tools")
         for i, message in enumerate(chat.messages):
             if message.tool_calls and not self.takes_tool_calls:
-                raise ChatTemplateError(
-                    "this model's chat template does not show calls of tools to the model", f"messages[{i}].tool_calls"
-                )
+                raise ChatTemplateError(f"{does_not_show} calls of tools to the model", f"messages[{i}].tool_calls")
+            if message.role == "tool" and not self.takes_tool_calls:
+                raise ChatTemplateError(f"{does_not_show} results of tools to the model", f"messages[{i}].role")
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         as_dict: dict[str, Any] = {"role": message.role, "content": self._content(message.content)}

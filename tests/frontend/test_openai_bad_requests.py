@@ -69,6 +69,7 @@ CASES = [
     (CHAT, message(role=7), "messages[0].role", "`str`, got `int`"),
     (CHAT, message(role="pirate"), "messages[0].role", "'pirate' is not one of 'assistant', 'developer', 'function'"),
     (CHAT, message(role="tool"), "messages[0].tool_call_id", "is required"),
+    (CHAT, message(role="tool", tool_call_id="call_1"), "messages[0].role", "does not show results"),
     (CHAT, message(role="function", name="f"), "messages[0].role", "not supported yet"),
     (CHAT, message(content=None), "messages[0].content", "null"),
     (CHAT, message(content=5), "messages[0].content", "got `int`"),

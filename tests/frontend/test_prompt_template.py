@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from frontend.prompt.canonical_json import JsonText, canonical_object
 from frontend.prompt.chat import Chat, ChatMessage, Tool, ToolCall
@@ -76,9 +79,9 @@ def test_what_transformers_renders_is_rendered(
             template.render(chat)
         return
     messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in chat.messages]
-    for message, given in zip(messages, chat.messages, strict=True):
-        if given.tool_calls:
-            call = {"name": "weather", "arguments": json.loads(given.tool_calls[0].arguments.text)}
+    for message, asked_for in zip(messages, chat.messages, strict=True):
+        if asked_for.tool_calls:
+            call = {"name": "weather", "arguments": json.loads(asked_for.tool_calls[0].arguments.text)}
             message["tool_calls"] = [{"id": "call_1", "type": "function", "function": call}]
     assert template.render(chat) == tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
 
@@ -126,6 +129,28 @@ def test_canonical_json(text: str, canonical: str) -> None:
     assert json.dumps(canonical_object(JsonText(text, "")), ensure_ascii=False) == canonical
 
 
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(), below, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(value=st.dictionaries(st.text(), JSON_VALUES, max_size=4), random=st.randoms())
+def test_the_order_of_keys_is_all_that_canonical_json_changes(value: dict[str, Any], random: Random) -> None:
+    def shuffled(node: Any) -> Any:
+        if isinstance(node, list):
+            return [shuffled(item) for item in node]
+        if isinstance(node, dict):
+            return {key: shuffled(node[key]) for key in random.sample(sorted(node), len(node))}
+        return node
+
+    canonical = canonical_object(JsonText(json.dumps(value), ""))
+    other = canonical_object(JsonText(json.dumps(shuffled(value), ensure_ascii=False, indent=1), ""))
+    assert json.dumps(other) == json.dumps(canonical)
+    assert json.dumps(canonical, sort_keys=True) == json.dumps(value, sort_keys=True)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -153,7 +178,12 @@ def test_what_is_no_json_object_is_refused_by_name(text: str | bytes, reason: st
 def test_what_a_template_would_leave_out_is_refused(template_of: Callable[..., ChatTemplate]) -> None:
     template = template_of(CHATML_TEMPLATE)
     assert not template.takes_tools and not template.takes_tool_calls
-    for chat, field in [(Chat([USER], [WEATHER]), "tools"), (Chat(asked("{}").messages), "messages[1].tool_calls")]:
+    history = asked("{}").messages
+    for chat, field in [
+        (Chat([USER], [WEATHER]), "tools"),
+        (Chat(history), "messages[1].tool_calls"),
+        (Chat(history[2:]), "messages[0].role"),
+    ]:
         with pytest.raises(ChatTemplateError, match="does not show") as caught:
             template.render(chat)
         assert caught.value.field == field
@@ -209,6 +239,20 @@ def test_variables_are_rendered_in_canonical_order(template_of: Callable[..., Ch
 
 
 CONTINUED = [ChatMessage("user", "Hi"), ChatMessage("assistant", "Well,  ")]
+
+
+def test_the_size_of_a_chat_counts_all_that_is_rendered() -> None:
+    long = '{"x": "' + "y" * 1000 + '"}'
+    empty = Chat([ChatMessage("user", "")])
+    for chat in (
+        Chat([ChatMessage("user", long)]),
+        Chat([ChatMessage("user", ["", long])]),
+        Chat(empty.messages, [Tool("f", long)]),
+        Chat(empty.messages, [Tool("f", None, JsonText(long, ""))]),
+        Chat([ChatMessage("assistant", "", tool_calls=[ToolCall("1", "f", JsonText(long, ""))])]),
+        Chat(empty.messages, variables=JsonText(long, "")),
+    ):
+        assert chat.num_characters() - empty.num_characters() == len(long)
 
 
 @pytest.mark.parametrize(
