@@ -8,23 +8,34 @@ import typer
 
 from frontend.version import foreword_version
 
-from .help import PanelledCommand
-from .serve import serve
+from . import bench, chat, serve
+from .help import PanelledCommand, PanelledGroup
+
+EXAMPLES = """
+foreword serve                    serve the built-in model
+foreword chat                     talk to it, in another terminal
+foreword bench --quick            measure it
+foreword serve --help             all settings of a command
+"""
 
 app = typer.Typer(
     name="foreword",
+    cls=PanelledGroup,
     help="Serve a language model over the OpenAI API, and never compute a prefix twice.",
+    epilog=EXAMPLES,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.command(cls=PanelledCommand)(serve)
+app.command(cls=PanelledCommand, epilog=serve.EXAMPLES)(serve.serve)
+app.command(cls=PanelledCommand, epilog=chat.EXAMPLES)(chat.chat)
+app.command(cls=PanelledCommand, epilog=bench.EXAMPLES)(bench.bench)
 
 
 def main() -> None:
     """Entry point of the `foreword` command."""
-    app()
+    # However it was started; the shell's completion is tied to the name.
+    app(prog_name="foreword")
 
 
 def _show_version(asked: bool) -> None:

@@ -23,6 +23,13 @@ from .options import fail, option, size
 
 _HTTP = "HTTP"
 
+EXAMPLES = """
+foreword serve
+foreword serve path/to/model --max-model-len 4096
+foreword serve model.gguf --port 9000 --kv-cache-memory-bytes 2GiB
+foreword serve path/to/model --served-model-name mine --dtype float32
+"""
+
 
 def _check_names(names: list[str] | None) -> list[str] | None:
     if names and not all(name.strip() for name in names):

@@ -1,0 +1,1 @@
+"""A chat in a terminal, with any OpenAI-compatible server."""
