@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -19,6 +18,7 @@ import msgspec
 MAX_EVENT_BYTES = 8 << 20
 MAX_BODY_BYTES = 64 << 20
 MAX_REASON_CHARS = 500
+MAX_PORT = 65535
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -102,11 +102,13 @@ class OpenAIClient:
         silence_timeout_s: a server that sends nothing for so long is given up.
 
     Raises:
-        ValueError: `url` is none.
+        ValueError: `url` is none, or `api_key` cannot be one.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, silence_timeout_s: float = 600.0) -> None:
         self.url = _base_url(url)
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("the API key has characters that no HTTP header can hold")
         self._silence_timeout_s = silence_timeout_s
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(silence_timeout_s, connect=CONNECT_TIMEOUT_S),
@@ -134,8 +136,8 @@ class OpenAIClient:
             listed = []
         if name is not None:
             return next((card for card in listed if card.id == name), ModelCard(name))
-        if not listed:
-            raise BrokenAnswerError("the server lists no model")
+        if not listed or not listed[0].id.isprintable():
+            raise BrokenAnswerError("the server lists no model, or one whose name cannot be printed")
         return listed[0]
 
     async def ask(self, body: dict[str, Any], answer: Answer) -> None:
@@ -292,23 +294,32 @@ def _message_of(error: Any) -> str:
         if told is None:
             break
         error = told
-    return (error if isinstance(error, str) else msgspec.json.encode(error).decode())[:MAX_REASON_CHARS]
+    return _printable(error if isinstance(error, str) else msgspec.json.encode(error).decode())
 
 
 def _excerpt(data: bytes) -> str:
-    return data[:MAX_REASON_CHARS].decode(errors="replace").strip()
+    return _printable(data[: 4 * MAX_REASON_CHARS].decode(errors="replace"))
+
+
+def _printable(text: str) -> str:
+    """One line that does nothing to a terminal but stand there."""
+    words = " ".join(text[:MAX_REASON_CHARS].split())
+    return "".join(character for character in words if character.isprintable())
 
 
 def _base_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        parsed = httpx.URL()
+    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 0) > MAX_PORT:
         raise ValueError(f"{url!r} is no URL like http://127.0.0.1:8000")
     stripped = url.rstrip("/")
     return stripped if stripped.endswith("/v1") else f"{stripped}/v1"
 
 
 def _is_this_machine(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
+    host = httpx.URL(url).host
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

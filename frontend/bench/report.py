@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from .results import Chats, DecodeRow, Load, PrefixRow, Result, Tiny
 from .statistics import Spread
 
 UNKNOWN = "–"
+# Messages with numbers in them differ from request to request.
+_MAX_REASONS_SHOWN = 3
 
 
 class ProgressReport:
@@ -32,7 +35,7 @@ class ProgressReport:
 
     def part_ended(self, name: str, elapsed_s: float, num_failed: int) -> None:
         failed = f", {num_failed} requests failed" if num_failed else ""
-        self._console.print(f"{name:<8} {elapsed_s:>7.1f} s{failed}")
+        self._console.print(Text(f"{name:<8} {elapsed_s:>7.1f} s{failed}"))
 
 
 @contextmanager
@@ -55,16 +58,19 @@ def print_report(result: Result, console: Console) -> None:
     if measured := {name: load for name, load in loads.items() if load is not None}:
         console.print(_load_table(measured))
         for name, load in measured.items():
-            console.print(f"{name}: {load.description}", style="dim")
+            console.print(Text(f"{name}: {load.description}"), style="dim")
     if parts.chats is not None:
         console.print(_turns_table(parts.chats))
     if parts.tiny is not None:
         console.print(_tiny_table(parts.tiny))
     for name, failures in result.failures.items():
-        for message, count in failures.items():
-            console.print(f"{name}: {count} failed: {escape(message)}", style="red")
+        common = Counter(failures).most_common(_MAX_REASONS_SHOWN)
+        for message, count in common:
+            console.print(Text(f"{name}: {count} failed: {message}"), style="red")
+        if rest := sum(failures.values()) - sum(count for _, count in common):
+            console.print(Text(f"{name}: {rest} failed for other reasons"), style="red")
     for note in result.notes:
-        console.print(f"note: {escape(note)}", style="yellow")
+        console.print(Text(f"note: {note}"), style="yellow")
     if not result.complete:
         console.print("The run was not complete.", style="red")
 

@@ -48,7 +48,11 @@ class DecodeRow(Struct):
 
 
 class Load(Struct):
-    """Many requests. `cached_share` is of the prompt tokens of requests whose cached tokens are known."""
+    """Many requests, of which `num_requests` were answered.
+
+    `cached_share` is of the prompt tokens of requests whose cached tokens are known; `inter_token` the times between
+    events of a stream, which are tokens unless the server puts several into one.
+    """
 
     description: str
     num_requests: int

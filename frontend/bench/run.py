@@ -31,7 +31,8 @@ from .workloads import (
 CALIBRATION_WORDS = (40, 360)
 # What is said around a text and after it, at most.
 _ROOM_TOKENS = 64
-_COLD_MEANS_AT_MOST_CACHED = 0.1
+# The beginning that a chat template gives to all prompts may be cached.
+_COLD_MEANS_AT_MOST_CACHED = 0.3
 
 
 class Part(NamedTuple):

@@ -76,7 +76,7 @@ def bench(
 
     if out is not None and out != _STDOUT:
         _check_writable(out)
-    notes = Console(stderr=True, highlight=False)
+    notes = Console(stderr=True, highlight=False, markup=False)
     seed = time.time_ns() // 1_000_000 if seed is None else seed
     wished = {"model": model, "seed": seed, "quick": quick, "tokenizer": tokenizer, "timeout_s": timeout}
     result, was_interrupted = _measure(notes, _split_parts(parts), url, api_key, wished)
@@ -99,17 +99,17 @@ def _measure(
     try:
         client = OpenAIClient(url, api_key=api_key)
     except ValueError as error:
-        fail(f"--url: {error}")
+        fail(str(error))
     with asyncio.Runner() as runner:
         try:
             prepared = runner.run(prepare(client, **wished))
-            run = prepared.result.run
-            notes.print(f"{run.model} at {run.url}, --seed {run.seed}", style="dim")
-            with progress_report(notes) as watcher:
-                try:
+            try:
+                run = prepared.result.run
+                notes.print(f"{run.model} at {run.url}, --seed {run.seed}", style="dim")
+                with progress_report(notes) as watcher:
                     runner.run(run_parts(prepared, parts, watcher))
-                except KeyboardInterrupt:
-                    return prepared.result, True
+            except KeyboardInterrupt:
+                return prepared.result, True
             return prepared.result, False
         except UnreachableError as error:
             fail_without_server(url, str(error))

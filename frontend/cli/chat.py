@@ -59,7 +59,7 @@ def chat(
     try:
         client = OpenAIClient(url, api_key=api_key)
     except ValueError as error:
-        fail(f"--url: {error}")
+        fail(str(error))
     with asyncio.Runner() as runner:
         try:
             card = runner.run(client.find_model(model))

@@ -22,7 +22,7 @@ def chat(
     runner: asyncio.Runner, client: OpenAIClient, conversation: Conversation, fields: dict[str, Any], screen: Screen
 ) -> None:
     """Talk until the person ends it. `fields` go into each request beside the messages."""
-    _enable_line_editing()
+    _prepare_input()
     while True:
         try:
             line = _read_message(screen)
@@ -83,7 +83,7 @@ def _read_message(screen: Screen) -> str:
     return "\n".join(lines)
 
 
-def _enable_line_editing() -> None:
+def _prepare_input() -> None:
     # Some Pythons are built without it.
     with suppress(ImportError):
         import readline
