@@ -20,6 +20,7 @@ from engine_core import EngineConfig, ResolvedModel
 from frontend.cli import USER_ERROR_EXIT_CODE
 from frontend.cli.app import app
 from frontend.cli.serve import _own_names
+from frontend.cli.server_options import DEFAULT_URL, fail_without_server
 from frontend.http_config import listen
 from frontend.sizes import parse_size
 from frontend.version import foreword_version
@@ -140,6 +141,17 @@ echo "${COMPREPLY[*]}"
         env=os.environ | {"PATH": path},
     )
     assert result.stdout.strip() == "--served-model-name"
+
+
+@pytest.mark.parametrize(("url", "told_how_to_start"), [(DEFAULT_URL, True), ("http://elsewhere:8000", False)])
+def test_without_a_server_where_ours_would_be(
+    url: str, told_how_to_start: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit):
+        fail_without_server(url, "nobody is there")
+    said = capsys.readouterr().err
+    assert "nobody is there" in said
+    assert ("foreword serve" in said) == told_how_to_start
 
 
 def test_a_model_that_does_not_exist(tmp_path: Path) -> None:
