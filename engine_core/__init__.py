@@ -20,12 +20,12 @@ if TYPE_CHECKING:
         RequestOutput,
         SamplingParams,
     )
+    from ipc.stats import EngineStats, PrefixCacheReset
 
     from .config import EngineConfig
     from .engine import EngineCore
     from .errors import InvalidConfigError, InvalidRequestError
     from .model.resolve import BUILTIN_MODELS, ModelNotFoundError, ResolvedModel, resolve_model
-    from .stats import EngineStats
 
 _HOMES = {
     "EngineCapabilities": "ipc.messages",
@@ -43,7 +43,8 @@ _HOMES = {
     "ModelNotFoundError": "engine_core.model.resolve",
     "ResolvedModel": "engine_core.model.resolve",
     "resolve_model": "engine_core.model.resolve",
-    "EngineStats": "engine_core.stats",
+    "EngineStats": "ipc.stats",
+    "PrefixCacheReset": "ipc.stats",
 }
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "InvalidConfigError",
     "InvalidRequestError",
     "ModelNotFoundError",
+    "PrefixCacheReset",
     "RequestError",
     "RequestOutput",
     "ResolvedModel",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 
 from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError
+from ipc.stats import EngineStats, PrefixCacheReset
 
 from .checks import check_config, check_request
 from .config import EngineConfig
@@ -17,7 +18,6 @@ from .kv_cache import BlockHasher, KVCacheManager
 from .request import Request
 from .runner import ModelInfo, Runner
 from .scheduler import Scheduler
-from .stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class EngineCore:
             num_blocks=info.num_blocks,
             hash_algo=config.prefix_caching_hash_algo,
             cache_namespace=info.cache_namespace,
+            cache_config=_cache_config(config),
         )
         self._hasher = BlockHasher(
             config.prefix_caching_hash_algo,
@@ -158,16 +159,22 @@ class EngineCore:
     def has_unfinished_requests(self) -> bool:
         return bool(self._scheduler.requests)
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget every cached prefix. False, and no change, while a running request holds blocks.
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> PrefixCacheReset:
+        """Forget every cached prefix; nothing changes while a running request holds blocks.
 
         With `reset_running_requests` those are preempted first (and computed again later), so it always succeeds.
         """
         if reset_running_requests:
             self._scheduler.preempt_all()
-        return self._scheduler.kv.reset_prefix_cache()
+        kv = self._scheduler.kv
+        num_cached_blocks = kv.pool.num_cached_blocks
+        return PrefixCacheReset(
+            num_dropped_blocks=num_cached_blocks if kv.reset_prefix_cache() else 0,
+            num_blocks_in_use=kv.pool.num_blocks - kv.pool.num_free_blocks,
+        )
 
     def stats(self) -> EngineStats:
+        """Any thread may ask at any time. During a step every number is true, but not all are of the same instant."""
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
         return EngineStats(
             num_running=len(scheduler.running),
@@ -183,6 +190,20 @@ class EngineCore:
     def _hash_blocks(self, request: Request) -> None:
         if self.config.enable_prefix_caching:
             self._hasher.extend(request)
+
+
+def _cache_config(config: EngineConfig) -> dict[str, str]:
+    """The KV cache's settings under the names that the metrics of peers give them."""
+    return {
+        "block_size": str(config.block_size),
+        "cache_dtype": config.dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        "hash_block_size": str(config.block_size),
+        "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
+        "num_gpu_blocks_override": str(config.num_blocks),
+        "prefix_caching_hash_algo": config.prefix_caching_hash_algo,
+    }
 
 
 def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:

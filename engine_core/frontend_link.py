@@ -40,15 +40,20 @@ from ipc.messages import (
     EngineOutputs,
     EngineRequest,
     FrontendMessage,
+    GetStats,
     Goodbye,
     Heartbeat,
     Hello,
+    PrefixCacheWasReset,
     Refused,
     RequestError,
     RequestOutput,
+    ResetPrefixCache,
+    Stats,
     Welcome,
 )
 from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
+from ipc.stats import EngineStats, PrefixCacheReset
 
 from .errors import InvalidRequestError
 from .request import Request
@@ -86,11 +91,19 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Reset:
+    """`answer` takes the result, in any thread, and never waits."""
+
+    reset_running_requests: bool
+    answer: Callable[[PrefixCacheReset], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     exit_code: int
 
 
-Command: TypeAlias = Add | Abort | Stop
+Command: TypeAlias = Add | Abort | Reset | Stop
 
 
 @dataclass(slots=True, eq=False)
@@ -115,14 +128,19 @@ class FrontendLink:
         endpoint: str,
         capabilities: EngineCapabilities,
         prepare_request: Callable[[EngineRequest], Request],
+        stats: Callable[[], EngineStats],
         commands: SimpleQueue[Command],
         settings: LinkSettings,
     ) -> None:
-        """Binds the socket; raises what `ipc.sockets.bind_router` raises."""
+        """Binds the socket; raises what `ipc.sockets.bind_router` raises.
+
+        `prepare_request` and `stats` are called while the engine computes a step.
+        """
         self.epoch = secrets.randbits(64) or 1
         self.drops = DropCounter("engine")
         self._capabilities = capabilities
         self._prepare_request = prepare_request
+        self._stats = stats
         self._commands = commands
         self._settings = settings
         self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
@@ -130,6 +148,7 @@ class FrontendLink:
         self._requests: dict[str, tuple[_Frontend, str]] = {}
         self._serial = itertools.count()
         self._outbox: deque[EngineOutputs] = deque()
+        self._answers: deque[tuple[_Frontend, EngineMessage]] = deque()
         self._stopping = False
         self._next_beat_s = time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -233,6 +252,10 @@ class FrontendLink:
             self._add(frontend, message.request)
         elif isinstance(message, AbortRequests):
             self._abort(frontend, message.request_ids)
+        elif isinstance(message, GetStats):
+            self._enqueue(frontend, Stats(message.call_id, self._stats(), dict(self.drops.counts)))
+        elif isinstance(message, ResetPrefixCache):
+            self._commands.put(Reset(message.reset_running_requests, self._answer_reset(frontend, message.call_id)))
         elif isinstance(message, Goodbye):
             self._forget(frontend, "goodbye")
 
@@ -275,6 +298,13 @@ class FrontendLink:
         self._requests[engine_id] = (frontend, own_id)
         self._commands.put(Add(prepared))
 
+    def _answer_reset(self, frontend: _Frontend, call_id: int) -> Callable[[PrefixCacheReset], None]:
+        def answer(result: PrefixCacheReset) -> None:
+            self._answers.append((frontend, PrefixCacheWasReset(call_id, result)))
+            self._wake()
+
+        return answer
+
     def _abort(self, frontend: _Frontend, own_ids: Iterable[str]) -> None:
         engine_ids = [frontend.engine_ids.pop(own_id) for own_id in own_ids if own_id in frontend.engine_ids]
         for engine_id in engine_ids:
@@ -308,6 +338,10 @@ class FrontendLink:
                 frontend.backlog.popleft()
         while self._outbox:
             self._route(self._outbox.popleft())
+        while self._answers:
+            frontend, answer = self._answers.popleft()
+            if self._frontends.get(frontend.identity) is frontend:
+                self._enqueue(frontend, answer)
 
     def _route(self, outputs: EngineOutputs) -> None:
         shares: dict[_Frontend, list[RequestOutput]] = {}

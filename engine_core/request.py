@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import enum
 import hashlib
+import time
 from collections.abc import Sequence
 
-from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams, TokenLogprob
+from ipc.messages import EngineRequest, ExtraKeySpan, RequestTiming, SamplingParams, TokenLogprob
 
 
 class RequestStatus(enum.IntEnum):
@@ -27,13 +28,18 @@ class Request:
     It is one of the `n` continuations its caller asked for: `index` says which, and `parent`, until it is admitted, who
     has computed its prompt (None for the first). `request_id` is unique in the engine, `output_id` is the caller's.
     `prompt_logprobs` collects those of the prompt until they are given out; None where nobody asked.
+    `created_s`, `admitted_s` (first admission) and `first_token_s` are on the clock of `time.monotonic`; a continuation
+    shares those of the first.
     """
 
     __slots__ = (
         "__weakref__",
+        "admitted_s",
         "arrival_time_s",
         "block_hashes",
+        "created_s",
         "extra_key_spans",
+        "first_token_s",
         "index",
         "max_tokens",
         "num_cached_tokens",
@@ -76,6 +82,9 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.created_s = time.monotonic()
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
 
     def fork(self, index: int) -> Request:
         """Another continuation of the same prompt, with randomness of its own. Nothing of it is computed yet."""
@@ -99,6 +108,16 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def timing(self, now_s: float) -> RequestTiming:
+        """Of a request that has a token."""
+        assert self.admitted_s is not None and self.first_token_s is not None
+        return RequestTiming(
+            queue_s=self.admitted_s - self.created_s,
+            prefill_s=self.first_token_s - self.admitted_s,
+            decode_s=now_s - self.first_token_s,
+            num_preemptions=self.num_preemptions,
+        )
 
     def __repr__(self) -> str:
         return (

@@ -8,6 +8,7 @@ finds no block, another one is preempted: its blocks are freed, and it is comput
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -175,6 +176,8 @@ class Scheduler:
             if self.kv.enable_caching:
                 self.counters.count_admission(request, hit.num_tokens)
             request.status = RequestStatus.RUNNING
+            if request.admitted_s is None:
+                request.admitted_s = time.monotonic()
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = hit.num_tokens
             step.scheduled.append(self._entry(request, num_tokens))
@@ -218,19 +221,22 @@ class Scheduler:
     def update(self, step: Step, result: StepResult) -> list[RequestOutput]:
         """The step has run: append what was sampled, finish who is done. One output per sampled token."""
         self.kv.commit_step()
-        self.counters.steps += 1
+        self.counters.count_step(step.num_tokens)
+        now_s = time.monotonic()
         outputs = []
         finished = False
         for place, (entry, token_id) in enumerate(zip(step.scheduled, result.token_ids, strict=True)):
             request = entry.request
             request.num_computed_tokens += entry.num_tokens
-            self.counters.computed_tokens += entry.num_tokens
             if place in result.prompt_logprobs and request.prompt_logprobs is not None:
                 request.prompt_logprobs += result.prompt_logprobs[place]
             if token_id is None:
                 continue
             request.token_ids.append(token_id)
             self.counters.generated_tokens += 1
+            is_first = request.first_token_s is None
+            if is_first:
+                request.first_token_s = now_s
             # Before this token's block is hashed: the others share the prompt's hashes, not that of its first output.
             if request.index == 0 and request.num_output_tokens == 1 and request.sampling_params.n > 1:
                 self._fork(request)
@@ -248,6 +254,8 @@ class Scheduler:
             if request.sampling_params.logprobs is not None:
                 output.logprobs = [result.logprobs[place]]
             output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+            if is_first or finish_reason is not None:
+                output.timing = request.timing(now_s)
             outputs.append(output)
             if finish_reason is not None:
                 self._finish(request)

@@ -27,7 +27,7 @@ from ipc.sockets import check_private, socket_path
 
 from .config import EngineConfig
 from .errors import InvalidConfigError
-from .frontend_link import Abort, Add, Command, FrontendLink, LinkSettings, Stop
+from .frontend_link import Abort, Add, Command, FrontendLink, LinkSettings, Reset, Stop
 
 if TYPE_CHECKING:
     from .engine import EngineCore
@@ -47,7 +47,12 @@ class EngineCoreServer:
         self.engine = engine
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self.link = FrontendLink(
-            endpoint, engine.capabilities, engine.prepare_request, self._commands, settings or LinkSettings()
+            endpoint,
+            engine.capabilities,
+            engine.prepare_request,
+            engine.stats,
+            self._commands,
+            settings or LinkSettings(),
         )
 
     def run(self) -> int:
@@ -84,11 +89,19 @@ class EngineCoreServer:
             while True:
                 yield self._commands.get_nowait()
 
-    def _obey(self, command: Add | Abort) -> None:
+    def _obey(self, command: Add | Abort | Reset) -> None:
         if isinstance(command, Abort):
             self.engine.abort_requests(command.request_ids)
-        else:
+        elif isinstance(command, Add):
             self.engine.add_prepared(command.request)
+        else:
+            result = self.engine.reset_prefix_cache(reset_running_requests=command.reset_running_requests)
+            logger.info(
+                "prefix_cache_reset dropped_blocks=%d blocks_in_use=%d",
+                result.num_dropped_blocks,
+                result.num_blocks_in_use,
+            )
+            command.answer(result)
 
 
 def run_process(build_engine: Callable[[], EngineCore], endpoint: str, settings: LinkSettings | None = None) -> int:

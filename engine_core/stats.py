@@ -1,10 +1,11 @@
-"""What an engine core counts, and the snapshot it gives of itself."""
+"""What the scheduler counts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
-from msgspec import Struct
+from ipc.stats import STEP_TOKENS_BOUNDS
 
 from .request import Request, RequestStatus
 
@@ -21,6 +22,12 @@ class SchedulerCounters:
     prefix_cache_hits: int = 0
     resumed_queries: int = 0
     resumed_hits: int = 0
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
+
+    def count_step(self, num_tokens: int) -> None:
+        self.steps += 1
+        self.computed_tokens += num_tokens
+        self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
 
     def count_admission(self, request: Request, num_cached_tokens: int) -> None:
         """Called while the request still has the status it waited with."""
@@ -34,27 +41,3 @@ class SchedulerCounters:
         else:
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += num_cached_tokens
-
-
-class EngineStats(Struct, frozen=True, kw_only=True):
-    """A snapshot. Counters run since start; hits and queries are in tokens, once per request.
-
-    `resumed_*` count the same for re-admissions after a preemption. `computed_tokens` includes what preempted
-    requests compute again.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    num_cached_hashes: int
-    kv_cache_usage: float
-    steps: int
-    failed_steps: int
-    preemptions: int
-    computed_tokens: int
-    generated_tokens: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    resumed_queries: int
-    resumed_hits: int

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Self
 
@@ -28,15 +29,23 @@ from ipc.messages import (
     EngineMessage,
     EngineOutputs,
     EngineRequest,
+    FrontendMessage,
+    GetStats,
     Goodbye,
     Heartbeat,
     Hello,
+    PrefixCacheWasReset,
     Refused,
     RequestError,
     RequestOutput,
+    ResetPrefixCache,
+    Stats,
     Welcome,
 )
+from ipc.stats import PrefixCacheReset
 
+from .engine_calls import EngineCalls, EngineSnapshot
+from .engine_errors import EngineUnavailableError, RequestRefusedError
 from .engine_session import EngineSession
 
 logger = logging.getLogger(__name__)
@@ -45,18 +54,6 @@ _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 0.5
 # A flood of outputs must not keep the event loop from its other work.
 _MESSAGES_PER_TURN = 64
-
-
-class EngineUnavailableError(Exception):
-    """There is no engine right now, or it was lost while the request ran. Worth trying again later."""
-
-
-class RequestRefusedError(Exception):
-    """The engine will not (or no longer) compute this request. `error` says why and whose fault it is."""
-
-    def __init__(self, error: RequestError) -> None:
-        super().__init__(error.message)
-        self.error = error
 
 
 class _SessionEndedError(Exception):
@@ -73,7 +70,8 @@ class RequestStream:
     An async context manager: leaving it aborts the request if it has not finished. An async iterator for one
     consumer: each item carries at least one new token or the `finish_reason` (`stop`, `length` or `abort`) of one
     continuation, and the last one `ends_request`. A slow consumer loses nothing: what arrived meanwhile comes as one
-    item per continuation.
+    item per continuation. `on_arrival`, if set before anything was awaited, is told each output when it arrives,
+    however slow the consumer is; it must not change it.
 
     Raises (from iteration, after all tokens that arrived were handed over):
         EngineUnavailableError: the engine was lost.
@@ -82,6 +80,7 @@ class RequestStream:
 
     def __init__(self, client: EngineClient, request_id: str) -> None:
         self.request_id = request_id
+        self.on_arrival: Callable[[RequestOutput], None] | None = None
         self._client = client
         self._pending: dict[int, RequestOutput] = {}
         self._failure: Exception | None = None
@@ -95,6 +94,11 @@ class RequestStream:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.abort()
+
+    @property
+    def engine_index(self) -> int:
+        """Of the engine that computes the request."""
+        return self._client.index
 
     def abort(self) -> None:
         """End the request now if it has not ended; iteration then stops. Idempotent, never blocks."""
@@ -118,6 +122,8 @@ class RequestStream:
             await self._changed.wait()
 
     def _deliver(self, output: RequestOutput) -> None:
+        if self.on_arrival is not None:
+            self.on_arrival(output)
         if output.error is not None:
             if output.new_token_ids:
                 self._merge(RequestOutput(output.request_id, output.new_token_ids, output.num_cached_tokens))
@@ -159,6 +165,7 @@ class EngineClient:
         self,
         endpoint: str,
         *,
+        index: int = 0,
         name: str = "frontend",
         quiet: bool = False,
         heartbeat_interval_s: float = 1.0,
@@ -167,10 +174,11 @@ class EngineClient:
         """`endpoint` is where the engine's ROUTER is (or will be) bound. Raises ValueError if it cannot be one.
 
         An engine silent for `heartbeat_timeout_s` is lost, and so is one that does not answer the handshake.
-        `name` tells this client from others in the engine's log; `quiet` is for one that only watches: finding and
+        `index` is the engine's number among those of this frontend. `name` tells this client from others in the engine's log; `quiet` is for one that only watches: finding and
         losing the engine is somebody else's news, and logged at DEBUG.
         """
         self.endpoint = endpoint
+        self.index = index
         self._name = name
         self._quiet = quiet
         self.state: Literal["connecting", "ready", "down"] = "connecting"
@@ -181,6 +189,7 @@ class EngineClient:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
         self._streams: dict[str, RequestStream] = {}
+        self._calls = EngineCalls()
         self._unsent_aborts: list[str] = []
         self._closing = False
         self._session: EngineSession | None = None
@@ -244,6 +253,30 @@ class EngineClient:
             raise RequestRefusedError(RequestError("overloaded", "the engine does not keep up with taking requests"))
         stream = self._streams[request_id] = RequestStream(self, request_id)
         return stream
+
+    async def stats(self, timeout_s: float) -> EngineSnapshot:
+        """What the engine counts, answered however long its present step takes.
+
+        Raises:
+            EngineUnavailableError: there is no engine, it was lost meanwhile, or it did not answer in time.
+        """
+        return await self._calls.call(lambda call_id: self._ask(GetStats(call_id)), timeout_s)
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, timeout_s: float) -> PrefixCacheReset:
+        """Make the engine forget every cached prefix, after its present step; see `ResetPrefixCache`.
+
+        Raises:
+            EngineUnavailableError: as `stats`. What was asked may happen all the same.
+        """
+        return await self._calls.call(
+            lambda call_id: self._ask(ResetPrefixCache(call_id, reset_running_requests)), timeout_s
+        )
+
+    def _ask(self, message: FrontendMessage) -> None:
+        if self.state != "ready" or self._session is None:
+            raise EngineUnavailableError(self.down_reason)
+        if not self._session.send(message):
+            raise EngineUnavailableError("the engine does not keep up with taking messages")
 
     def _forget(self, stream: RequestStream) -> None:
         if self._streams.get(stream.request_id) is not stream:
@@ -311,6 +344,7 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream._fail(EngineUnavailableError(reason))
+        self._calls.fail_all(EngineUnavailableError(reason))
 
     async def _watch(self, session: EngineSession) -> None:
         while True:
@@ -361,6 +395,10 @@ class EngineClient:
         if isinstance(message, EngineOutputs):
             for output in message.outputs:
                 self._dispatch(output)
+        elif isinstance(message, Stats):
+            self._calls.answer(message.call_id, EngineSnapshot(epoch, message.stats, message.dropped_messages))
+        elif isinstance(message, PrefixCacheWasReset):
+            self._calls.answer(message.call_id, message.result)
         elif isinstance(message, Goodbye):
             raise _SessionEndedError("the engine said goodbye")
 

@@ -11,7 +11,8 @@ from typing import Literal
 from ipc.messages import EngineRequest, RequestError, RequestOutput
 
 from .detokenizer import Detokenizer
-from .engine_client import EngineClient, EngineUnavailableError, RequestRefusedError
+from .engine_client import EngineClient
+from .engine_errors import EngineUnavailableError, RequestRefusedError
 from .stop_strings import StopStringScanner
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct, field
 
+from .stats import EngineStats, PrefixCacheReset
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 # msgspec refuses the union of two string-like types, though MessagePack tells them apart.
@@ -117,6 +119,18 @@ class TokenLogprob(Struct, array_like=True, frozen=True):
     top: list[tuple[int, float]]
 
 
+class RequestTiming(Struct, array_like=True, frozen=True):
+    """How long a request waited to be admitted, computed its prompt (until its first token), and went on from there.
+
+    `num_preemptions` are those of the continuation whose output this comes with.
+    """
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    num_preemptions: int
+
+
 class RequestOutput(Struct, array_like=True):
     """What one step added to one continuation of a request; `index` says which of its `n`.
 
@@ -124,7 +138,8 @@ class RequestOutput(Struct, array_like=True):
     `stop_reason` is the token that ended the request when it was one of its `stop_token_ids`. `logprobs` has an entry
     per new token, `prompt_logprobs` one per prompt token (None for the first, which nothing predicts) in the first
     output, where they were asked for. In an output with a `finish_reason`, `num_unfinished` tells how many of the
-    request's other continuations are still to end; an `error` ends them all.
+    request's other continuations are still to end; an `error` ends them all. `timing` comes with the request's first
+    token and with the last one of each continuation.
     """
 
     request_id: str
@@ -137,6 +152,7 @@ class RequestOutput(Struct, array_like=True):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_unfinished: int = 0
+    timing: RequestTiming | None = None
 
     @property
     def ends_request(self) -> bool:
@@ -149,6 +165,7 @@ class EngineCapabilities(Struct, array_like=True, frozen=True):
 
     `max_model_len` is the most tokens (prompt and output) one request may have here: the smaller of the
     model's context and the KV pool. `cache_namespace` is equal exactly where KV blocks may be shared.
+    `cache_config` has the KV cache's settings by name, for people.
     """
 
     model: str
@@ -158,6 +175,7 @@ class EngineCapabilities(Struct, array_like=True, frozen=True):
     num_blocks: int
     hash_algo: str
     cache_namespace: str
+    cache_config: dict[str, str] = {}
 
 
 class Hello(Struct, array_like=True, tag="hello", frozen=True):
@@ -196,11 +214,45 @@ class Goodbye(Struct, array_like=True, tag="goodbye", frozen=True):
     """Both ways: the sender leaves; whatever it had in flight is over."""
 
 
+class GetStats(Struct, array_like=True, tag="get_stats", frozen=True):
+    """Frontend → engine: how are you? Answered by `Stats`, however long the present step takes.
+
+    `call_id` is unique among its sender's unanswered calls; the answer repeats it.
+    """
+
+    call_id: int
+
+
+class Stats(Struct, array_like=True, tag="stats", frozen=True):
+    """Engine → frontend. `dropped_messages`: what the engine received and did not use, by reason, since its start."""
+
+    call_id: int
+    stats: EngineStats
+    dropped_messages: dict[str, int]
+
+
+class ResetPrefixCache(Struct, array_like=True, tag="reset_prefix_cache", frozen=True):
+    """Frontend → engine: forget every cached prefix, after the present step. Answered by `PrefixCacheWasReset`.
+
+    While requests hold blocks nothing happens, unless `reset_running_requests` preempts them first.
+    """
+
+    call_id: int
+    reset_running_requests: bool = False
+
+
+class PrefixCacheWasReset(Struct, array_like=True, tag="prefix_cache_was_reset", frozen=True):
+    """Engine → frontend."""
+
+    call_id: int
+    result: PrefixCacheReset
+
+
 class EngineOutputs(Struct, array_like=True, tag="outputs"):
     """Engine → frontend: everything one step produced for that frontend. Also what `EngineCore.step` returns."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
 
 
-FrontendMessage = Hello | AddRequest | AbortRequests | Heartbeat | Goodbye
-EngineMessage = Welcome | Refused | EngineOutputs | Heartbeat | Goodbye
+FrontendMessage = Hello | AddRequest | AbortRequests | GetStats | ResetPrefixCache | Heartbeat | Goodbye
+EngineMessage = Welcome | Refused | EngineOutputs | Stats | PrefixCacheWasReset | Heartbeat | Goodbye

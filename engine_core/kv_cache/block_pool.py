@@ -38,6 +38,11 @@ class BlockPool:
         return self.free_queue.num_blocks
 
     @property
+    def num_cached_blocks(self) -> int:
+        """How many blocks a lookup could find, copies included; O(blocks)."""
+        return sum(block.block_hash is not None for block in self.blocks)
+
+    @property
     def usage(self) -> float:
         """Share of the blocks that are referenced; cached but unreferenced ones count as free."""
         return 1.0 - self.num_free_blocks / len(self.blocks)

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine_core import EngineConfig, EngineCore, EngineRequest, InvalidConfigError, InvalidRequestError, SamplingParams
+from engine_core import (
+    EngineConfig,
+    EngineCore,
+    EngineRequest,
+    InvalidConfigError,
+    InvalidRequestError,
+    PrefixCacheReset,
+    SamplingParams,
+)
 from ipc.messages import ExtraKeySpan, RequestOutput
 from tests.checking_runner import CheckingRunner, expected_output
 
@@ -400,12 +408,12 @@ class TestCacheControl:
         request = make_request(range(10), 6)
         engine.add_request(request)
         engine.step()
-        assert not engine.reset_prefix_cache()
-        assert engine.reset_prefix_cache(reset_running_requests=True)
+        assert engine.reset_prefix_cache() == PrefixCacheReset(num_dropped_blocks=0, num_blocks_in_use=3)
+        assert engine.reset_prefix_cache(reset_running_requests=True) == PrefixCacheReset(2, 0)
         assert engine.stats().num_cached_hashes == 0
         outputs = run(engine)[request.request_id]
         assert tokens_of(outputs) == expected_output(range(10), 6, VOCAB)[1:]
-        assert engine.reset_prefix_cache()
+        assert engine.reset_prefix_cache().is_done
         assert complete(engine, range(10), 1)[0].num_cached_tokens == 0
 
     def test_caching_can_be_switched_off(self):

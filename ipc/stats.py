@@ -1,0 +1,45 @@
+"""What an engine core counts, as both sides of the wire know it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+# Upper bounds of the buckets of `EngineStats.step_tokens`; a last one has no bound.
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
+    """A snapshot. Counters run since start; hits and queries are in tokens, once per request.
+
+    `resumed_*` count the same for re-admissions after a preemption. `computed_tokens` includes what preempted
+    requests compute again. `step_tokens[i]` is the number of steps that computed at most `STEP_TOKENS_BOUNDS[i]` tokens
+    and more than the bound before; `computed_tokens` is the sum of their tokens.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_hashes: int
+    kv_cache_usage: float
+    steps: int
+    failed_steps: int
+    preemptions: int
+    computed_tokens: int
+    generated_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    resumed_queries: int
+    resumed_hits: int
+    step_tokens: list[int]
+
+
+class PrefixCacheReset(Struct, array_like=True, frozen=True):
+    """What became of an attempt to forget the prefix cache: all of it, or nothing while blocks are in use."""
+
+    num_dropped_blocks: int
+    num_blocks_in_use: int
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_blocks_in_use == 0

@@ -1,0 +1,142 @@
+"""A frontend asks the engine how it is and tells it to forget; both are answered, whatever it computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from ipc.messages import GetStats, Goodbye, PrefixCacheWasReset, ResetPrefixCache, Stats
+from ipc.stats import PrefixCacheReset
+from tests.wire_peers import BareFrontend, is_idle, private_endpoint, running_server, wait_until
+
+Connect = Callable[[], BareFrontend]
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return private_endpoint(tmp_path)
+
+
+@pytest.fixture
+def connect(endpoint: str) -> Iterator[Connect]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def connected() -> BareFrontend:
+        frontend = BareFrontend(context, endpoint)
+        frontend.hello()
+        return frontend
+
+    yield connected
+    context.destroy(linger=0)
+
+
+def ask_stats(frontend: BareFrontend, call_id: int = 1) -> Stats:
+    frontend.send(GetStats(call_id))
+    answer = frontend.receive(Stats)
+    assert isinstance(answer, Stats) and answer.call_id == call_id
+    return answer
+
+
+def reset(frontend: BareFrontend, *, reset_running_requests: bool = False) -> PrefixCacheReset:
+    frontend.send(ResetPrefixCache(7, reset_running_requests))
+    answer = frontend.receive(PrefixCacheWasReset)
+    assert isinstance(answer, PrefixCacheWasReset) and answer.call_id == 7
+    return answer.result
+
+
+def test_stats_hold_what_the_last_output_tells(endpoint: str, connect: Connect) -> None:
+    with running_server(endpoint):
+        frontend = connect()
+        for n in range(3):
+            frontend.add(f"r{n}", [5] * 40, 10)
+            frontend.finish(f"r{n}")
+            stats = ask_stats(frontend, n).stats
+            assert (stats.generated_tokens, stats.prefix_cache_queries) == (10 * (n + 1), 40 * (n + 1))
+            assert stats.prefix_cache_hits == 32 * n
+        # Each 10 steps: the prompt, cold or warm, and nine tokens more.
+        assert sum(stats.step_tokens) == stats.steps == 30
+        assert stats.step_tokens[:5] == [27, 2, 0, 0, 1]
+        assert stats.computed_tokens == 40 + 2 * 8 + 27
+
+
+def test_stats_are_answered_during_a_long_step(endpoint: str, connect: Connect) -> None:
+    with running_server(endpoint, step_s=1.0) as server:
+        frontend = connect()
+        frontend.add("r", [5], 2)
+        wait_until(lambda: server.engine.stats().num_running)
+        for n in range(20):
+            stats = ask_stats(frontend, n).stats
+            assert (stats.num_running, stats.steps) == (1, 0)
+        assert frontend.finish("r")["r"][1].finish_reason == "length"
+
+
+def test_stats_count_what_was_dropped(endpoint: str, connect: Connect) -> None:
+    with running_server(endpoint):
+        frontend = connect()
+        frontend.send(GetStats(1), epoch=frontend.epoch ^ 1)
+        assert ask_stats(frontend).dropped_messages == {"stale_epoch": 1}
+
+
+def test_a_reset_forgets_every_prefix(endpoint: str, connect: Connect) -> None:
+    with running_server(endpoint) as server:
+        frontend = connect()
+        frontend.add("r", [5] * 3 * BLOCK_SIZE, 2)
+        frontend.finish("r")
+        assert reset(frontend) == PrefixCacheReset(num_dropped_blocks=3, num_blocks_in_use=0)
+        assert reset(frontend) == PrefixCacheReset(0, 0)
+        frontend.add("r", [5] * 3 * BLOCK_SIZE, 1)
+        assert frontend.finish("r")["r"][1].num_cached_tokens == 0
+        wait_until(lambda: is_idle(server.engine))
+
+
+def test_a_reset_beside_running_requests_says_what_they_hold_or_preempts_them(endpoint: str, connect: Connect) -> None:
+    with running_server(endpoint, step_s=0.01) as server:
+        frontend = connect()
+        frontend.add("r", [5] * 3 * BLOCK_SIZE, 60)
+        next(frontend.outputs())
+        refused = reset(frontend)
+        assert refused.num_dropped_blocks == 0 and refused.num_blocks_in_use >= 4
+        done = reset(frontend, reset_running_requests=True)
+        assert done.num_dropped_blocks >= 3 and done.is_done
+        last = frontend.finish("r")["r"][1]
+        assert last.finish_reason == "length"
+        assert last.timing is not None and last.timing.num_preemptions == 1
+        wait_until(lambda: is_idle(server.engine))
+
+
+def test_the_answer_to_a_frontend_that_left_is_not_kept(endpoint: str, connect: Connect) -> None:
+    with running_server(endpoint, step_s=0.2) as server:
+        leaves, stays = connect(), connect()
+        stays.add("r", [5], 3)
+        wait_until(lambda: server.engine.stats().num_running)
+        leaves.send(ResetPrefixCache(7))
+        leaves.send(Goodbye())
+        stays.finish("r")
+        assert reset(stays).is_done
+        assert leaves.receive(PrefixCacheWasReset, timeout_s=0.2) is None
+
+
+def test_the_first_and_the_last_output_tell_where_the_time_went(endpoint: str, connect: Connect) -> None:
+    with running_server(endpoint, step_s=0.05):
+        frontend = connect()
+        started_s = time.monotonic()
+        frontend.add("first", [5], 4)
+        outputs = []
+        for output in frontend.outputs():
+            outputs.append(output)
+            if output.finish_reason is not None:
+                break
+        wall_s = time.monotonic() - started_s
+        timings = [output.timing for output in outputs]
+        assert [timing is not None for timing in timings] == [True, False, False, True]
+        first, last = timings[0], timings[-1]
+        assert first is not None and last is not None
+        assert first.decode_s == 0
+        assert (first.queue_s, first.prefill_s) == (last.queue_s, last.prefill_s)
+        assert last.prefill_s >= 0.05 and last.decode_s >= 3 * 0.05
+        assert last.queue_s + last.prefill_s + last.decode_s <= wall_s
