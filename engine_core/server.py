@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ipc.logs import configure_logging
 from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor
 from ipc.sockets import check_private, socket_path
 
@@ -106,11 +106,7 @@ class EngineCoreServer:
 
 def run_process(build_engine: Callable[[], EngineCore], endpoint: str, settings: LinkSettings | None = None) -> int:
     """Everything a process around `EngineCoreServer` needs: log, signals, supervisor, exit code."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s engine[{os.getpid()}] %(levelname)s %(message)s",
-    )
+    configure_logging("engine")
     exit_with_supervisor(endpoint)
     # While loading there is nobody to say goodbye to.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

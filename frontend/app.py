@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from http import HTTPStatus
 
-from litestar import Litestar, Request, Response
+from litestar import Litestar, MediaType, Request, Response
 from litestar.exceptions import HTTPException
+from litestar.response.base import ASGIResponse
+from litestar.types import ASGIApp, Receive, Scope, Send
 
+from frontend.openai.responses import encode_error
 from frontend.openai.routes import error_response, openai_routes
 from frontend.openai.serving import Serving
 
+from .api_key import ApiKeyGuard, unauthorized
+from .cache_control import cache_routes
 from .docs import docs_routes
 from .errors import ApiError, ClientDisconnectedError, internal_error
 from .health import health_routes
 from .http_config import DEFAULT_MAX_BODY_BYTES
+from .metrics.routes import metrics_routes
+from .request_body import discard_body
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(serving: Serving, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> Litestar:
+def create_app(
+    serving: Serving, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, api_keys: Sequence[str] = ()
+) -> ASGIApp:
     """The application that answers from `serving`. It neither starts nor closes what `serving` holds.
 
-    Every answer that is not the one asked for, an unknown path included, has the OpenAI API's error body.
+    Every answer that is not the one asked for, an unknown path included, has the OpenAI API's error body. With
+    `api_keys`, whoever has none of them is answered 401, but under `api_key.OPEN_PATHS`.
     """
-    return Litestar(
-        route_handlers=[*openai_routes(serving), *health_routes(serving.client), *docs_routes()],
+    app = Litestar(
+        route_handlers=[
+            *openai_routes(serving),
+            *health_routes(serving.client),
+            *metrics_routes(serving.metrics),
+            *cache_routes([serving.client]),
+            *docs_routes(),
+        ],
         openapi_config=None,
         request_max_body_size=max_body_bytes,
         exception_handlers={
@@ -36,6 +53,20 @@ def create_app(serving: Serving, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
         },
         logging_config=None,
     )
+    # Around everything: the framework's middleware does not see paths that do not exist.
+    return ApiKeyGuard(app, api_keys, _unauthorized) if api_keys else app
+
+
+async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
+    if all(name != b"expect" for name, _ in scope["headers"]):
+        await discard_body(receive)
+    answer = ASGIResponse(
+        body=encode_error(unauthorized()),
+        status_code=HTTPStatus.UNAUTHORIZED,
+        media_type=MediaType.JSON,
+        headers={"www-authenticate": "Bearer"},
+    )
+    await answer(scope, receive, send)
 
 
 def _api_error(_: Request, error: ApiError) -> Response[bytes]:

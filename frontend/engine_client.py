@@ -158,6 +158,7 @@ class EngineClient:
             lost or refuses us, until one answers again.
         down_reason: why the state is not `ready`, for people; None when it is.
         capabilities: of the engine that answered last; None before the first.
+        num_restarts: how often another engine answered than before.
         drops: messages that were not used, by reason.
     """
 
@@ -174,8 +175,9 @@ class EngineClient:
         """`endpoint` is where the engine's ROUTER is (or will be) bound. Raises ValueError if it cannot be one.
 
         An engine silent for `heartbeat_timeout_s` is lost, and so is one that does not answer the handshake.
-        `index` is the engine's number among those of this frontend. `name` tells this client from others in the engine's log; `quiet` is for one that only watches: finding and
-        losing the engine is somebody else's news, and logged at DEBUG.
+        `index` is the engine's number among those of this frontend. `name` tells this client from others in the
+        engine's log; `quiet` is for one that only watches: finding and losing the engine is somebody else's news, and
+        logged at DEBUG.
         """
         self.endpoint = endpoint
         self.index = index
@@ -185,6 +187,8 @@ class EngineClient:
         self.down_reason: str | None = f"no engine has answered at {endpoint} yet"
         self.capabilities: EngineCapabilities | None = None
         self.drops = DropCounter("engine_client")
+        self.num_restarts = 0
+        self._known_epoch: int | None = None
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
@@ -404,6 +408,8 @@ class EngineClient:
 
     def _welcome(self, session: EngineSession, epoch: int, capabilities: EngineCapabilities) -> None:
         session.epoch = epoch
+        self.num_restarts += self._known_epoch not in (None, epoch)
+        self._known_epoch = epoch
         self.capabilities = capabilities
         self.state = "ready"
         self.down_reason = None

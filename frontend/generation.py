@@ -13,6 +13,7 @@ from ipc.messages import EngineRequest, RequestError, RequestOutput
 from .detokenizer import Detokenizer
 from .engine_client import EngineClient
 from .engine_errors import EngineUnavailableError, RequestRefusedError
+from .metrics.request_record import RequestRecord
 from .stop_strings import StopStringScanner
 
 
@@ -32,25 +33,33 @@ class TextDelta:
 
 
 async def generate(
-    client: EngineClient, request: EngineRequest, detokenizer: Detokenizer, stop_strings: Sequence[str]
+    client: EngineClient,
+    request: EngineRequest,
+    detokenizer: Detokenizer,
+    stop_strings: Sequence[str],
+    record: RequestRecord,
 ) -> AsyncGenerator[TextDelta]:
     """Run `request` and yield one delta per engine output; exactly the last one has a `finish_reason`.
 
     A token that ends the sequence (end of sequence, `stop_token_ids`) and a stop string are not part of the text.
-    A stop string ends the request in the engine, and so does closing this generator: use `aclosing`.
+    A stop string ends the request in the engine, and so does closing this generator: use `aclosing`. `record` is told
+    what becomes of it.
 
     Raises:
         EngineUnavailableError: there is no engine, or it was lost.
         RequestRefusedError: the engine refused the request or gave it up.
     """
     scanner = StopStringScanner(stop_strings)
-    async with client.submit(request) as stream:
-        async for output in stream:
-            delta = _delta(output, detokenizer, scanner)
-            yield delta
-            if delta.finish_reason is not None:
-                return
-    raise EngineUnavailableError("the engine ended the request without a reason")
+    with record:
+        async with client.submit(request) as stream:
+            record.follow(stream)
+            async for output in stream:
+                delta = _delta(output, detokenizer, scanner)
+                record.count(output.index, delta.num_tokens, delta.num_cached_tokens, delta.finish_reason)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        raise EngineUnavailableError("the engine ended the request without a reason")
 
 
 def _delta(output: RequestOutput, detokenizer: Detokenizer, scanner: StopStringScanner) -> TextDelta:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,13 +24,16 @@ import uvloop
 from frontend.openai.serving import ServedModel, Serving
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
+from ipc.logs import configure_logging
 from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor
 
+from .api_key import take_api_keys
 from .app import create_app
 from .detokenizer import detokenizer_factory
 from .drain import DrainingServer
 from .engine_client import EngineClient
 from .http_config import HttpConfig, listen
+from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +41,12 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
 
 
-async def serve(config: HttpConfig, tokenizer: ModelTokenizer, listener: socket.socket) -> None:
+async def serve(
+    config: HttpConfig, tokenizer: ModelTokenizer, listener: socket.socket, api_keys: Sequence[str]
+) -> None:
     """Answer requests on `listener` until SIGTERM or SIGINT; then give running ones `drain_timeout_s` to end.
 
-    Those that take longer end with an error that says so.
+    Those that take longer end with an error that says so. With `api_keys`, clients must send one of them.
     """
     client = EngineClient(config.endpoint, name="http")
     prompts = PromptProcessor(tokenizer, num_threads=config.num_prompt_threads)
@@ -49,6 +55,7 @@ async def serve(config: HttpConfig, tokenizer: ModelTokenizer, listener: socket.
         prompts=prompts,
         new_detokenizer=detokenizer_factory(tokenizer.backend),
         model=ServedModel(config.model_names, int(time.time())),
+        metrics=Metrics([client], config.model_names[0]),
     )
 
     async def end_requests() -> None:
@@ -57,7 +64,7 @@ async def serve(config: HttpConfig, tokenizer: ModelTokenizer, listener: socket.
 
     server = DrainingServer(
         uvicorn.Config(
-            create_app(serving, max_body_bytes=config.max_body_bytes),
+            create_app(serving, max_body_bytes=config.max_body_bytes, api_keys=api_keys),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -119,19 +126,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m frontend.http_process", description=__doc__)
     parser.add_argument("--config", required=True, help="HttpConfig as JSON")
     config = msgspec.json.decode(parser.parse_args().config, type=HttpConfig)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s http[{os.getpid()}] %(levelname)s %(message)s"
-    )
+    configure_logging("http")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     exit_with_supervisor()
     _keep_torch_out()
     try:
+        api_keys = take_api_keys()
         listener = listen(config.host, config.port)
         tokenizer = load_tokenizer(Path(config.model_dir))
-    except (OSError, TokenizerLoadError) as error:
+    except (ValueError, OSError, TokenizerLoadError) as error:
         logger.error("http_start_failed reason=%r", str(error))
         return STARTUP_FAILURE_EXIT_CODE
-    uvloop.run(serve(config, tokenizer, listener))
+    uvloop.run(serve(config, tokenizer, listener, api_keys))
     logger.info("http_stopped")
     return 0
 

@@ -17,8 +17,8 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -34,11 +34,15 @@ _WATCH_INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A process to keep running. `engine_endpoint`: where its heartbeat is to be found, if it is an engine."""
+    """A process to keep running. `engine_endpoint`: where its heartbeat is to be found, if it is an engine.
+
+    `environment` is added to this process's own. Unlike arguments, others cannot see it: the place for secrets.
+    """
 
     name: str
     argv: Sequence[str]
     engine_endpoint: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ class _Supervisor:
             exit_code = await process.wait()
             now_s = time.monotonic()
             logger.warning(
-                "child_exited name=%s pid=%d status=%s uptime_s=%.1f",
+                "child_exited name=%s child_pid=%d status=%s uptime_s=%.1f",
                 child.name,
                 process.pid,
                 _describe(exit_code),
@@ -156,10 +160,13 @@ class _Supervisor:
     async def _start(self, child: ChildSpec) -> Process:
         # A session of its own keeps a terminal's Ctrl-C from the engine while the frontend is still draining.
         process = await asyncio.create_subprocess_exec(
-            *child.argv, stdin=PIPE, env={**os.environ, SUPERVISED_ENV: "1"}, start_new_session=True
+            *child.argv,
+            stdin=PIPE,
+            env={**os.environ, **child.environment, SUPERVISED_ENV: "1"},
+            start_new_session=True,
         )
         self._processes[child.name] = process
-        logger.info("child_started name=%s pid=%d", child.name, process.pid)
+        logger.info("child_started name=%s child_pid=%d", child.name, process.pid)
         return process
 
     async def _watch(self, child: ChildSpec, process: Process, client: EngineClient) -> None:
@@ -174,7 +181,7 @@ class _Supervisor:
                 # Turns are counted, not clock time: a supervisor that was stopped itself must not blame the engine.
                 silent_s += _WATCH_INTERVAL_S
             if silent_s > self._policy.stuck_timeout_s and process.returncode is None:
-                logger.error("child_stuck name=%s pid=%d silent_s=%.1f", child.name, process.pid, silent_s)
+                logger.error("child_stuck name=%s child_pid=%d silent_s=%.1f", child.name, process.pid, silent_s)
                 process.kill()
                 return
 
@@ -189,11 +196,11 @@ class _Supervisor:
         await asyncio.wait([exited, hurried], timeout=self._policy.stop_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         if not exited.done():
-            logger.warning("child_killed name=%s pid=%d", name, process.pid)
+            logger.warning("child_killed name=%s child_pid=%d", name, process.pid)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         exit_code = await exited
-        logger.info("child_stopped name=%s pid=%d status=%s", name, process.pid, _describe(exit_code))
+        logger.info("child_stopped name=%s child_pid=%d status=%s", name, process.pid, _describe(exit_code))
 
 
 def _describe(exit_code: int) -> str:

@@ -22,6 +22,7 @@ from frontend.openai.responses import (
     Tokenized,
 )
 
+from .cache_control import ResetAnswer, ResetRequest
 from .health import Health, Version
 from .version import foreword_version
 
@@ -51,6 +52,8 @@ def openapi_document() -> dict[str, Any]:
         ModelCard,
         Health,
         Version,
+        ResetRequest,
+        ResetAnswer,
         ErrorBody,
     ]
     _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -111,15 +114,35 @@ def openapi_document() -> dict[str, Any]:
             },
             "/health": {"get": _get("Server", "Is there an engine to answer?", {200: "Health", 503: "Health"})},
             "/version": {"get": _get("Server", "Foreword's version", {200: "Version"})},
+            "/metrics": {
+                "get": {
+                    "tags": ["Server"],
+                    "summary": "What the server counts and measures, for Prometheus",
+                    "responses": {"200": _response(200, {"text/plain": {"schema": {"type": "string"}}})},
+                }
+            },
+            "/reset_prefix_cache": {"post": _reset()},
         },
-        "components": {"schemas": {name: _to_openapi_30(schema) for name, schema in schemas.items()}},
+        "components": {
+            "schemas": {name: _to_openapi_30(schema) for name, schema in schemas.items()},
+            "securitySchemes": {
+                "apiKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "Needed where the server was started with API keys.",
+                }
+            },
+        },
+        "security": [{}, {"apiKey": []}],
     }
 
 
 _RESPONSES = {
     200: "The answer",
     400: "The request is wrong: `param` names the field",
+    401: "The server has API keys, and the request has none of them",
     404: "Unknown model",
+    409: "Nothing was done: running requests hold KV blocks",
     413: "The body is too large",
     503: "No engine, or too much to do: try again",
 }
@@ -151,8 +174,22 @@ def _post(summary: str, description: str, request: str, example: dict[str, Any],
         },
         "responses": {
             "200": _response(200, _json(answer)),
-            **{str(status): _response(status, _json("ErrorBody")) for status in (400, 404, 413)},
+            **{str(status): _response(status, _json("ErrorBody")) for status in (400, 401, 404, 413)},
         },
+    }
+
+
+def _reset() -> dict[str, Any]:
+    flag: dict[str, Any] = {"type": "boolean", "default": False}
+    responses = {str(status): _response(status, _json("ErrorBody")) for status in (400, 401, 409, 503)}
+    return {
+        "tags": ["Server"],
+        "summary": "Forget every cached prefix",
+        "description": "After the present step. While requests run nothing is done, unless `reset_running_requests`"
+        " preempts them: they are computed again, and their clients notice nothing but the time it takes.",
+        "parameters": [{"name": "reset_running_requests", "in": "query", "schema": flag}],
+        "requestBody": {"required": False, "content": _json("ResetRequest")},
+        "responses": {"200": _response(200, _json("ResetAnswer")), **responses},
     }
 
 

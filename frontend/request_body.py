@@ -31,11 +31,11 @@ async def read_body(request: Request) -> bytes:
     except (ApiError, RequestEntityTooLarge):
         # Who asked whether to send it (`Expect: 100-continue`) is answered at once.
         if "expect" not in request.headers:
-            await _discard_body(request.receive)
+            await discard_body(request.receive)
         raise
 
 
-async def _discard_body(receive: Receive) -> None:
+async def discard_body(receive: Receive) -> None:
     """Let a client finish sending: many read no answer before, and would see a broken connection instead of it."""
     num_bytes = 0
     while num_bytes < _MAX_DISCARDED_BYTES:

@@ -1,4 +1,4 @@
-"""An engine process around `FakeRunner`: `python -m tests.fake_engine ENDPOINT [--step-s S] [--fail]`."""
+"""An engine process around `FakeRunner`: `python -m tests.fake_engine ENDPOINT [--step-s S] [--num-blocks N] [--fail]`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("endpoint")
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--num-blocks", type=int, default=4096)
     parser.add_argument("--fail", action="store_true", help="do not start, as with an impossible configuration")
     arguments = parser.parse_args()
 
     def build_engine() -> EngineCore:
         if arguments.fail:
             raise InvalidConfigError("block_size: this engine was told to fail")
-        return EngineCore(EngineConfig(), FakeRunner(step_s=arguments.step_s))
+        return EngineCore(EngineConfig(), FakeRunner(step_s=arguments.step_s, num_blocks=arguments.num_blocks))
 
     return run_process(build_engine, arguments.endpoint)
 

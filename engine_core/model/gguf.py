@@ -22,6 +22,7 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
+from ipc.logs import configure_logging
 from ipc.process import SUPERVISED_ENV, exit_with_supervisor
 
 from .progress import transformers_progress
@@ -190,7 +191,7 @@ def _restore_pre_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
             ]
         )
     elif name not in _PLAIN_SPLITS:
-        logger.warning("gguf_pre_tokenizer_unknown name=%s effect=token boundaries may differ from training", name)
+        logger.warning("gguf_pre_tokenizer_unknown name=%s risk=%r", name, "token boundaries may differ from training")
 
 
 def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int]:
@@ -201,7 +202,7 @@ def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int]:
 
 def main() -> None:
     """Convert the file given into the directory given; a reason for not doing so goes to standard output."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    configure_logging("convert")
     exit_with_supervisor()
     try:
         _convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -14,11 +13,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from engine_core import EngineConfig, ModelNotFoundError, ResolvedModel, resolve_model
+from frontend.api_key import API_KEY_ENV, api_key_environment, check_api_key, take_api_keys
 from frontend.http_config import DEFAULT_MAX_BODY_BYTES, HttpConfig, child_argv, listen
 from frontend.launch import ChildSpec, engine_child, supervise
 from ipc.sockets import make_private_directory
 
 from .engine_options import takes_engine_options
+from .log_options import LogFormatOption, LogLevelOption, log_as
 from .options import fail, option, size
 
 _HTTP = "HTTP"
@@ -35,6 +36,13 @@ def _check_names(names: list[str] | None) -> list[str] | None:
     if names and not all(name.strip() for name in names):
         raise typer.BadParameter("a name must not be empty")
     return names
+
+
+def _check_api_keys(keys: list[str] | None) -> list[str] | None:
+    try:
+        return [check_api_key(key) for key in keys] if keys else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 @takes_engine_options
@@ -61,6 +69,18 @@ def serve(
     num_prompt_threads: Annotated[
         int, option(_HTTP, "Threads that tokenize short prompts (long ones have their own).", min=1)
     ] = 2,
+    api_key: Annotated[
+        list[str] | None,
+        option(
+            _HTTP,
+            "Key that clients must send as `Authorization: Bearer KEY`; repeat for several. Others on this machine see"
+            f" arguments: better set {API_KEY_ENV} (several keys: separated by commas). Default: no key is needed.",
+            callback=_check_api_keys,
+            metavar="KEY",
+        ),
+    ] = None,
+    log_format: LogFormatOption = "text",
+    log_level: LogLevelOption = "info",
 ) -> None:
     """Serve MODEL at http://127.0.0.1:8000 until Ctrl-C.
 
@@ -72,9 +92,11 @@ def serve(
         "max_body_bytes": max_body_bytes,
         "num_prompt_threads": num_prompt_threads,
     }
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s serve[{os.getpid()}] %(levelname)s %(message)s"
-    )
+    log_as("serve", log_format, log_level)
+    try:
+        keys_in_environment = take_api_keys()
+    except ValueError as error:
+        fail(f"{API_KEY_ENV}: {error}")
     _check_listenable(host, port)
     _exit_on_signals()
     try:
@@ -85,14 +107,25 @@ def serve(
     engine_config = EngineConfig(**engine_settings | {"model": str(resolved.path), "model_name": names[0]})
     sockets = make_private_directory()
     try:
-        exit_code = _serve(engine_config, sockets, model_names=names, http_settings=http_settings)
+        exit_code = _serve(
+            engine_config,
+            sockets,
+            model_names=names,
+            http_settings=http_settings,
+            api_keys=api_key or keys_in_environment,
+        )
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
     raise typer.Exit(exit_code)
 
 
 def _serve(
-    engine_config: EngineConfig, sockets: Path, *, model_names: tuple[str, ...], http_settings: dict[str, Any]
+    engine_config: EngineConfig,
+    sockets: Path,
+    *,
+    model_names: tuple[str, ...],
+    http_settings: dict[str, Any],
+    api_keys: Sequence[str],
 ) -> int:
     endpoint = f"ipc://{sockets}/engine"
     http_config = HttpConfig(
@@ -101,7 +134,8 @@ def _serve(
         model_names=model_names,
         **http_settings,
     )
-    return supervise([engine_child(engine_config, endpoint), ChildSpec("http", child_argv(http_config))])
+    http = ChildSpec("http", child_argv(http_config), environment=api_key_environment(api_keys))
+    return supervise([engine_child(engine_config, endpoint), http])
 
 
 def _own_names(model: str, resolved: ResolvedModel) -> tuple[str, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from frontend.generation import TextDelta, generate, interleave
+from frontend.metrics.request_record import RequestRecord
 from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams
 
 from .responses import PromptTokensDetails, Usage
@@ -14,7 +16,10 @@ from .serving import Serving
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that is right, as far as can be known without the engine. Each of `prompts` gets a choice."""
+    """A request that is right, as far as can be known without the engine. Each of `prompts` gets a choice.
+
+    `received_s`: when work on it began, on the clock of `time.monotonic`.
+    """
 
     model_name: str
     prompts: tuple[list[int], ...]
@@ -23,6 +28,7 @@ class PreparedRequest:
     extra_key_spans: tuple[ExtraKeySpan, ...]
     priority: int
     include_usage: bool
+    received_s: float = field(default_factory=time.monotonic)
 
 
 class TokenCounts:
@@ -48,20 +54,25 @@ class TokenCounts:
 
 def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> AsyncGenerator[tuple[int, TextDelta]]:
     """Ask the engine; yield `(index of the choice, delta)`. Raises what `generate` raises."""
+    requests = [
+        EngineRequest(
+            request_id=f"{answer_id}-{index}",
+            prompt_token_ids=prompt,
+            sampling_params=prepared.sampling_params,
+            extra_key_spans=prepared.extra_key_spans,
+            priority=prepared.priority,
+        )
+        for index, prompt in enumerate(prepared.prompts)
+    ]
     return interleave(
         [
             generate(
                 serving.client,
-                EngineRequest(
-                    request_id=f"{answer_id}-{index}",
-                    prompt_token_ids=prompt,
-                    sampling_params=prepared.sampling_params,
-                    extra_key_spans=prepared.extra_key_spans,
-                    priority=prepared.priority,
-                ),
+                request,
                 serving.new_detokenizer(),
                 prepared.stop_strings,
+                RequestRecord(serving.metrics.requests, request, prepared.received_s),
             )
-            for index, prompt in enumerate(prepared.prompts)
+            for request in requests
         ]
     )

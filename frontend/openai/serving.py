@@ -9,6 +9,7 @@ from frontend.detokenizer import Detokenizer
 from frontend.engine_client import EngineClient, EngineUnavailableError
 from frontend.errors import ApiError
 from frontend.health import down_reason
+from frontend.metrics import Metrics
 from frontend.prompt.processor import PromptProcessor
 from ipc.messages import EngineCapabilities
 
@@ -44,6 +45,7 @@ class Serving:
     prompts: PromptProcessor
     new_detokenizer: Callable[[], Detokenizer]
     model: ServedModel
+    metrics: Metrics
     is_shutting_down: bool = False
 
     def capabilities(self) -> EngineCapabilities:

@@ -13,6 +13,7 @@ import uvicorn
 from frontend.app import create_app
 from frontend.detokenizer import detokenizer_factory
 from frontend.http_config import listen
+from frontend.metrics import Metrics
 from frontend.openai.serving import ServedModel, Serving
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer
@@ -24,7 +25,8 @@ MODEL_NAMES = ("tiny", "tiny-alias")
 def live_app(engine: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[str]:
     """Yields the base URL. `settings` go to `create_app`."""
     prompts = PromptProcessor(tokenizer)
-    serving = Serving(engine, prompts, detokenizer_factory(tokenizer.backend), ServedModel(MODEL_NAMES, 1))
+    metrics = Metrics([engine], MODEL_NAMES[0])
+    serving = Serving(engine, prompts, detokenizer_factory(tokenizer.backend), ServedModel(MODEL_NAMES, 1), metrics)
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(
         create_app(serving, **settings), lifespan="off", log_config=None, timeout_graceful_shutdown=1

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 
+from frontend.engine_calls import EngineSnapshot
+from frontend.engine_errors import EngineUnavailableError
 from ipc.messages import EngineCapabilities, EngineRequest, RequestOutput
 
 Script = Callable[[EngineRequest], AsyncGenerator[RequestOutput]]
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 512
+
+
+class ScriptedStream:
+    """The outputs of one request; see `RequestStream`."""
+
+    def __init__(self, outputs: AsyncGenerator[RequestOutput]) -> None:
+        self.engine_index = 0
+        self.on_arrival: Callable[[RequestOutput], None] | None = None
+        self._outputs = outputs
+
+    def __aiter__(self) -> ScriptedStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        output = await anext(self._outputs)
+        if self.on_arrival is not None:
+            self.on_arrival(output)
+        return output
+
+
+class Drops:
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
 
 
 class ScriptedEngine:
@@ -33,9 +59,15 @@ class ScriptedEngine:
             cache_namespace="00",
         )
         self.num_in_flight = 0
+        self.index = 0
+        self.num_restarts = 0
+        self.drops = Drops()
+
+    async def stats(self, timeout_s: float) -> EngineSnapshot:
+        raise EngineUnavailableError("this engine has no numbers")
 
     @asynccontextmanager
-    async def submit(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[RequestOutput]]:
+    async def submit(self, request: EngineRequest) -> AsyncIterator[ScriptedStream]:
         self.requests.append(request)
         self.num_in_flight += 1
         finished = False
@@ -49,7 +81,7 @@ class ScriptedEngine:
 
         try:
             async with aclosing(outputs()) as stream:
-                yield stream
+                yield ScriptedStream(stream)
         finally:
             self.num_in_flight -= 1
             if not finished:

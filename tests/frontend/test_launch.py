@@ -41,7 +41,7 @@ class Supervised:
 
     def pids(self, name: str) -> list[int]:
         """Of all processes started under this name so far."""
-        return [int(pid) for pid in re.findall(rf"child_started name={name} pid=(\d+)", self.log)]
+        return [int(pid) for pid in re.findall(rf"child_started name={name} child_pid=(\d+)", self.log)]
 
     def wait_for(self, event: str, count: int = 1) -> None:
         wait_until(lambda: len(re.findall(event, self.log)) >= count)
@@ -118,7 +118,7 @@ def test_a_child_that_keeps_dying_is_given_up(supervised: Supervised) -> None:
 def test_a_signal_stops_the_frontend_then_the_engine(supervised: Supervised, number: signal.Signals) -> None:
     supervised.process.send_signal(number)
     assert supervised.process.wait(20) == 0
-    assert re.findall(r"child_stopped name=(\w+) pid=\d+ status=(\w+)", supervised.log) == [
+    assert re.findall(r"child_stopped name=(\w+) child_pid=\d+ status=(\w+)", supervised.log) == [
         ("http", "0"),
         ("engine", "0"),
     ]

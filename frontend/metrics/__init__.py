@@ -1,0 +1,37 @@
+"""What a frontend tells Prometheus: its requests as it saw them, its engines as they count themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from frontend.engine_client import EngineClient
+
+from .engines import EngineCollector
+from .families import RequestFamilies
+
+__all__ = ["Metrics"]
+
+
+class Metrics:
+    """Everything `/metrics` shows, in a registry of its own.
+
+    Args:
+        engines: their order does not matter; the label `engine` is each one's `index`.
+        model_name: the label `model_name`.
+
+    Attributes:
+        requests: the frontend observes what becomes of its requests here.
+    """
+
+    def __init__(self, engines: Sequence[EngineClient], model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = RequestFamilies(self.registry, model_name, [engine.index for engine in engines])
+        self._engines = EngineCollector(engines, model_name)
+        self.registry.register(self._engines)
+        ProcessCollector(registry=self.registry)
+
+    async def refresh(self) -> None:
+        """Ask the engines how they are. An engine that does not answer shows its last known counters."""
+        await self._engines.refresh()

@@ -1,0 +1,185 @@
+"""The metric families of engines: what they count themselves, asked for when Prometheus asks us.
+
+An engine counts for all its frontends together, so of several frontends that share one, look at one. It counts from 0
+when it is started again; here the sums go on. What it counted between the last answer and its death is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from frontend.engine_calls import EngineSnapshot
+from frontend.engine_client import EngineClient
+from frontend.engine_errors import EngineUnavailableError
+from ipc.stats import STEP_TOKENS_BOUNDS
+
+from .families import PREFIX
+
+# A scrape must not hang on an engine; most give up after 10 s.
+ANSWER_TIMEOUT_S = 2.0
+
+_COUNTERS = {
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_resumed_queries": ("resumed_queries", "Tokens looked up when preempted requests were resumed."),
+    "prefix_cache_resumed_hits": ("resumed_hits", "Tokens found when preempted requests were resumed."),
+    "num_preemptions": ("preemptions", "Preemptions."),
+    "engine_steps": ("steps", "Steps that the engine computed."),
+    "engine_failed_steps": ("failed_steps", "Steps that failed."),
+    "engine_computed_tokens": ("computed_tokens", "Tokens computed, prompts and outputs, also again."),
+    "engine_generated_tokens": ("generated_tokens", "Tokens sampled, handed on or not."),
+}
+
+
+class EngineTotals:
+    """One engine's counters over all its lives, as far as they were seen."""
+
+    def __init__(self) -> None:
+        self.latest: EngineSnapshot | None = None
+        self._earlier: Counter[str] = Counter()
+        self._earlier_step_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
+        self._earlier_dropped_messages: Counter[str] = Counter()
+
+    def update(self, snapshot: EngineSnapshot) -> None:
+        if self.latest is not None and self.latest.epoch != snapshot.epoch:
+            for field, _ in _COUNTERS.values():
+                self._earlier[field] = self.counter(field)
+            self._earlier_step_tokens = self.step_tokens
+            self._earlier_dropped_messages = self.dropped_messages
+        self.latest = snapshot
+
+    def counter(self, field: str) -> int:
+        now: int = 0 if self.latest is None else getattr(self.latest.stats, field)
+        return self._earlier[field] + now
+
+    @property
+    def step_tokens(self) -> list[int]:
+        """Steps by size; see `EngineStats`."""
+        now = [] if self.latest is None else self.latest.stats.step_tokens
+        return [a + b for a, b in itertools.zip_longest(self._earlier_step_tokens, now, fillvalue=0)]
+
+    @property
+    def dropped_messages(self) -> Counter[str]:
+        return self._earlier_dropped_messages + Counter({} if self.latest is None else self.latest.dropped_messages)
+
+
+class EngineCollector(Collector):
+    """Shows engines as they answered last; `refresh` before collecting."""
+
+    def __init__(self, engines: Sequence[EngineClient], model_name: str) -> None:
+        self._engines = engines
+        self._model_name = model_name
+        self._totals = [EngineTotals() for _ in engines]
+        self._created_s = time.time()
+
+    async def refresh(self) -> None:
+        """Ask all engines at once. Takes `ANSWER_TIMEOUT_S` at most; who has not answered shows what it last said."""
+        await asyncio.gather(*map(self._refresh_one, self._engines, self._totals))
+
+    async def _refresh_one(self, engine: EngineClient, totals: EngineTotals) -> None:
+        # `engine_up` shows it.
+        with contextlib.suppress(EngineUnavailableError):
+            totals.update(await engine.stats(ANSWER_TIMEOUT_S))
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        for name, (field, what) in _COUNTERS.items():
+            family = CounterMetricFamily(PREFIX + name, what, labels=("model_name", "engine"))
+            for engine, totals in zip(self._engines, self._totals, strict=True):
+                family.add_metric(self._labels(engine), totals.counter(field), created=self._created_s)
+            yield family
+        yield self._restarts()
+        yield self._step_tokens()
+        yield self._dropped_messages()
+        yield self._cache_config()
+
+    def _labels(self, engine: EngineClient, *more: str) -> tuple[str, ...]:
+        return (self._model_name, str(engine.index), *more)
+
+    def _gauges(self) -> Iterator[Metric]:
+        def gauge(name: str, what: str, *more_labels: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(PREFIX + name, what, labels=("model_name", "engine", *more_labels))
+
+        up = gauge("engine_up", "1 while the engine answers this frontend.")
+        running = gauge("num_requests_running", "Continuations that take part in steps.")
+        waiting = gauge("num_requests_waiting", "Continuations that wait to be admitted.")
+        by_reason = gauge("num_requests_waiting_by_reason", "Continuations that wait, and for what.", "reason")
+        usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all.")
+        for engine, totals in zip(self._engines, self._totals, strict=True):
+            labels = self._labels(engine)
+            is_up = engine.state == "ready"
+            # An engine that is gone runs nothing.
+            stats = totals.latest.stats if is_up and totals.latest is not None else None
+            up.add_metric(labels, is_up)
+            running.add_metric(labels, stats.num_running if stats else 0)
+            num_waiting = stats.num_waiting if stats else 0
+            waiting.add_metric(labels, num_waiting)
+            # Nothing waits for anything but room.
+            by_reason.add_metric((*labels, "capacity"), num_waiting)
+            by_reason.add_metric((*labels, "deferred"), 0)
+            usage.add_metric(labels, stats.kv_cache_usage if stats else 0)
+        yield from (up, running, waiting, by_reason, usage)
+
+    def _restarts(self) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + "engine_restarts", "How often a new engine was found.", labels=("model_name", "engine")
+        )
+        for engine in self._engines:
+            family.add_metric(self._labels(engine), engine.num_restarts, created=self._created_s)
+        return family
+
+    def _step_tokens(self) -> Metric:
+        family = HistogramMetricFamily(
+            PREFIX + "iteration_tokens_total", "Tokens that a step computed.", labels=("model_name", "engine")
+        )
+        bounds = [*(f"{bound:.1f}" for bound in STEP_TOKENS_BOUNDS), "+Inf"]
+        for engine, totals in zip(self._engines, self._totals, strict=True):
+            buckets = list(zip(bounds, itertools.accumulate(totals.step_tokens), strict=True))
+            family.add_metric(self._labels(engine), buckets, sum_value=totals.counter("computed_tokens"))
+        return family
+
+    def _dropped_messages(self) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + "dropped_messages",
+            "Messages between frontend and engine that their receiver did not use.",
+            labels=("model_name", "engine", "receiver", "reason"),
+        )
+        for engine, totals in zip(self._engines, self._totals, strict=True):
+            for receiver, counts in (("engine", totals.dropped_messages), ("frontend", engine.drops.counts)):
+                for reason, count in sorted(counts.items()):
+                    labels = self._labels(engine, receiver, reason)
+                    family.add_metric(labels, count, created=self._created_s)
+        return family
+
+    def _cache_config(self) -> Metric:
+        name = PREFIX + "cache_config_info"
+        family = Metric(name, "The KV cache's settings, as labels.", "gauge")
+        for engine in self._engines:
+            if (capabilities := engine.capabilities) is None:
+                continue
+            num_tokens = capabilities.num_blocks * capabilities.block_size
+            family.add_sample(
+                name,
+                {
+                    **capabilities.cache_config,
+                    "engine": str(engine.index),
+                    "num_gpu_blocks": str(capabilities.num_blocks),
+                    "kv_cache_size_tokens": str(num_tokens),
+                    "kv_cache_max_concurrency": f"{num_tokens / capabilities.max_model_len:.2f}",
+                },
+                1,
+            )
+        return family

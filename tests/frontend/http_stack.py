@@ -1,0 +1,120 @@
+"""The HTTP process and an engine process with a fake model, seen from outside: answers, `/metrics`, the log."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from frontend.http_config import HttpConfig, child_argv
+from tests.wire_peers import ROOT, private_endpoint, wait_until
+
+MODEL_NAME = "tiny"
+# (name, labels besides model_name, engine and le)
+Sample = tuple[str, tuple[str, ...]]
+
+
+class Scrape:
+    """What `/metrics` showed at one time."""
+
+    def __init__(self, text: str) -> None:
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+        self.values: dict[Sample, float] = {}
+        self.labels: dict[str, set[tuple[str, ...]]] = {}
+        for family in self.families.values():
+            for sample in family.samples:
+                own = [value for key, value in sample.labels.items() if key not in {"model_name", "engine", "le"}]
+                self.values[sample.name.removeprefix("foreword:"), tuple(own)] = sample.value
+                self.labels.setdefault(sample.name, set()).add(tuple(sorted(sample.labels)))
+
+    def __call__(self, name: str, *labels: str) -> float:
+        return self.values[name, labels]
+
+
+class Stack:
+    def __init__(self, url: str, endpoint: str, log: Path, num_blocks: int) -> None:
+        self.http = httpx.Client(base_url=url, timeout=60)
+        self.url = url
+        self.engine: subprocess.Popen[bytes] | None = None
+        self._endpoint = endpoint
+        self._log = log
+        self._num_blocks = num_blocks
+
+    def start_engine(self, *options: str) -> None:
+        self.engine = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.fake_engine",
+                self._endpoint,
+                "--num-blocks",
+                str(self._num_blocks),
+                *options,
+            ],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def kill_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.kill()
+            self.engine.wait()
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.http.get("/health").status_code == 200)
+
+    def scrape(self) -> Scrape:
+        return Scrape(self.http.get("/metrics").raise_for_status().text)
+
+    def complete(self, prompt: Any, max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **fields}
+        response = self.http.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()  # type: ignore[no-any-return]
+
+    def log_lines(self, event: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self._log.read_text().splitlines()]
+        return [line for line in lines if line["event"] == event]
+
+
+@contextmanager
+def http_stack(
+    directory: Path, model_dir: Path, *engine_options: str, num_blocks: int = 4096, **settings: Any
+) -> Iterator[Stack]:
+    """Yields when requests are answered. `settings` go to `HttpConfig`; the log is JSON."""
+    endpoint = private_endpoint(directory)
+    config = HttpConfig(endpoint=endpoint, model_dir=str(model_dir), model_names=(MODEL_NAME,), port=0, **settings)
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            child_argv(config),
+            cwd=ROOT,
+            env=os.environ | {"FOREWORD_LOG_FORMAT": "json"},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    stack = None
+    with process:
+        try:
+            stack = Stack("http://unknown", endpoint, directory / "log", num_blocks)
+            stack.start_engine(*engine_options)
+            assert process.stdout is not None
+            urls = (re.match(r"curl (http://[^/]+)/v1/", line) for line in process.stdout)
+            stack.url = next(url[1] for url in urls if url)
+            stack.http = httpx.Client(base_url=stack.url, timeout=60)
+            yield stack
+        finally:
+            if stack is not None:
+                stack.kill_engine()
+                stack.http.close()
+            process.kill()

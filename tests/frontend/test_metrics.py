@@ -1,0 +1,276 @@
+"""`/metrics` adds up: what clients were told that they used is what the counters have gained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend.metrics.engines import EngineTotals
+from tests.frontend.http_stack import Scrape, Stack, http_stack
+from tests.wire_peers import wait_until
+
+# As the peer's documentation lists them, without what we do not have (sleep, flops, external and multimodal caches).
+GAUGES = {
+    "num_requests_running": ("engine", "model_name"),
+    "num_requests_waiting": ("engine", "model_name"),
+    "num_requests_waiting_by_reason": ("engine", "model_name", "reason"),
+    "kv_cache_usage_perc": ("engine", "model_name"),
+    "engine_up": ("engine", "model_name"),
+}
+COUNTERS = {
+    "prefix_cache_queries": ("engine", "model_name"),
+    "prefix_cache_hits": ("engine", "model_name"),
+    "prefix_cache_resumed_queries": ("engine", "model_name"),
+    "prefix_cache_resumed_hits": ("engine", "model_name"),
+    "num_preemptions": ("engine", "model_name"),
+    "prompt_tokens": ("engine", "model_name"),
+    "prompt_tokens_by_source": ("engine", "model_name", "source"),
+    "prompt_tokens_cached": ("engine", "model_name"),
+    "prompt_tokens_cached_by_source": ("engine", "model_name", "source"),
+    "generation_tokens": ("engine", "model_name"),
+    "request_success": ("engine", "finished_reason", "model_name"),
+    "admission_rejections": ("model_name", "reason"),
+    "engine_restarts": ("engine", "model_name"),
+}
+HISTOGRAMS = [
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "iteration_tokens_total",
+    "request_max_num_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_num_preemptions",
+    "request_prefill_kv_computed_tokens",
+]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, chat_model_dir: Path) -> Iterator[Stack]:
+    # 24 blocks of 16 tokens: a few requests at once must preempt each other.
+    with http_stack(tmp_path_factory.mktemp("s"), chat_model_dir, "--step-s", "0.002", num_blocks=24) as stack:
+        yield stack
+
+
+def increase(before: Scrape, after: Scrape, name: str, *labels: str) -> float:
+    return after(name, *labels) - before(name, *labels)
+
+
+def test_every_family_is_there_from_the_start_with_the_peers_labels(stack: Stack) -> None:
+    seen = stack.scrape()
+    for name, labels in GAUGES.items():
+        assert seen.families[f"foreword:{name}"].type == "gauge"
+        assert seen.labels[f"foreword:{name}"] == {labels}
+    for name, labels in COUNTERS.items():
+        assert seen.families[f"foreword:{name}"].type == "counter"
+        assert seen.labels[f"foreword:{name}_total"] == {labels}
+    for name in HISTOGRAMS:
+        assert seen.families[f"foreword:{name}"].type == "histogram"
+        assert seen.labels[f"foreword:{name}_sum"] == {("engine", "model_name")}
+        assert seen.labels[f"foreword:{name}_bucket"] == {("engine", "le", "model_name")}
+    (config,) = seen.families["foreword:cache_config_info"].samples
+    assert config.labels["num_gpu_blocks"] == "24"
+    assert config.labels["kv_cache_size_tokens"] == str(24 * 16)
+    assert config.labels["enable_prefix_caching"] == "True"
+    assert seen("request_success_total", "abort") == seen("admission_rejections_total", "max_num_queued_reqs") == 0
+    assert seen.values["process_resident_memory_bytes", ()] > 0
+
+
+def test_prometheus_may_choose_the_format(stack: Stack) -> None:
+    plain = stack.http.get("/metrics", headers={"accept": "text/plain"})
+    assert plain.headers["content-type"].startswith("text/plain; version=")
+    modern = stack.http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert modern.headers["content-type"].startswith("application/openmetrics-text")
+    assert modern.text.endswith("# EOF\n")
+
+
+def test_one_request_cold_and_warm(stack: Stack) -> None:
+    prompt = [7] * 40
+    for hit in (0, 32):
+        before = stack.scrape()
+        usage = stack.complete(prompt, 8)["usage"]
+        after = stack.scrape()
+        assert usage["prompt_tokens_details"]["cached_tokens"] == hit
+        gained = {name: increase(before, after, f"{name}_total") for name in ("prompt_tokens", "generation_tokens")}
+        assert gained == {"prompt_tokens": 40, "generation_tokens": 8}
+        assert increase(before, after, "prompt_tokens_cached_total") == hit
+        assert increase(before, after, "prompt_tokens_by_source_total", "local_cache_hit") == hit
+        assert increase(before, after, "prompt_tokens_by_source_total", "local_compute") == 40 - hit
+        assert increase(before, after, "prompt_tokens_cached_by_source_total", "device") == hit
+        assert increase(before, after, "prefix_cache_queries_total") == 40
+        assert increase(before, after, "prefix_cache_hits_total") == hit
+        assert increase(before, after, "request_success_total", "length") == 1
+        assert increase(before, after, "request_prefill_kv_computed_tokens_sum") == 40 - hit
+        assert increase(before, after, "request_params_max_tokens_sum") == 8
+        assert increase(before, after, "inter_token_latency_seconds_count") == 7
+        assert increase(before, after, "iteration_tokens_total_sum") == 40 - hit + 7
+        assert increase(before, after, "iteration_tokens_total_count") == 8
+        times = {
+            name: increase(before, after, f"{name}_seconds_sum")
+            for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time", "request_prefill_time")
+        }
+        assert all(increase(before, after, f"{name}_seconds_count") == 1 for name in times)
+        assert times["e2e_request_latency"] > times["time_to_first_token"] > times["request_prefill_time"] > 0
+        decode_s = increase(before, after, "request_decode_time_seconds_sum")
+        assert decode_s >= 7 * 0.002
+        assert increase(before, after, "request_inference_time_seconds_sum") == pytest.approx(
+            decode_s + times["request_prefill_time"]
+        )
+        assert increase(before, after, "request_time_per_output_token_seconds_sum") == pytest.approx(decode_s / 7)
+
+
+def test_a_stop_string_counts_what_was_handed_on(stack: Stack) -> None:
+    text = stack.complete([9], 30)["choices"][0]["text"]
+    before = stack.scrape()
+    usage = stack.complete([9], 30, stop=text[8:10])["usage"]
+    after = stack.scrape()
+    assert 0 < usage["completion_tokens"] < 30
+    assert increase(before, after, "generation_tokens_total") == usage["completion_tokens"]
+    assert increase(before, after, "request_success_total", "stop") == 1
+    # The engine had no last word on it.
+    assert increase(before, after, "request_decode_time_seconds_count") == 1
+    assert increase(before, after, "request_decode_time_seconds_sum") > 0
+
+
+async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+async def test_the_sum_of_all_usage_is_what_the_counters_gain_also_with_aborts_and_preemption(stack: Stack) -> None:
+    rng = random.Random(5)
+    before = stack.scrape()
+    num_logged = len(stack.log_lines("request_finished"))
+    usages: list[dict[str, Any]] = []
+
+    async def one(http: httpx.AsyncClient, leaves: bool) -> None:
+        start = rng.randrange(3)
+        prompt = [10 + start] * rng.randrange(1, 70)
+        body = {"prompt": prompt, "max_tokens": 200 if leaves else rng.randrange(1, 60), "ignore_eos": True}
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        async with http.stream("POST", "/v1/completions", json=body | streamed) as response:
+            events = events_of(response)
+            event = await anext(events)
+            if leaves:
+                return  # its prompt is counted, and some of its output
+            async for event in events:  # noqa: B007
+                pass
+        usages.append(event["usage"])
+
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60, limits=httpx.Limits(max_connections=None)) as http:
+        # Prompts of one completion are requests of their own.
+        batch = asyncio.create_task(
+            http.post("/v1/completions", json={"prompt": [[1, 2, 3], [4] * 20], "max_tokens": 5, "ignore_eos": True})
+        )
+        await asyncio.gather(*(one(http, leaves=n % 4 == 0) for n in range(32)))
+        usages.append((await batch).json()["usage"])
+    wait_until(lambda: stack.http.get("/health").json()["num_requests"] == 0)
+    wait_until(lambda: len(stack.log_lines("request_finished")) == num_logged + 34)
+    # An abort reaches the engine a little later than its frontend's books.
+    wait_until(lambda: stack.scrape()("kv_cache_usage_perc") == 0)
+    after = stack.scrape()
+    assert increase(before, after, "num_preemptions_total") > 0
+    assert increase(before, after, "prefix_cache_resumed_queries_total") > 0
+
+    logged = stack.log_lines("request_finished")[num_logged:]
+    completed = [line for line in logged if line["finish_reason"] == "length"]
+    aborted = [line for line in logged if line["finish_reason"] == "abort"]
+    assert (len(completed), len(aborted)) == (26, 8)
+    # Those that ended were told by their usage …
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert sum(line["prompt_tokens"] for line in completed) == sum(usage["prompt_tokens"] for usage in usages)
+    assert sum(line["cached_tokens"] for line in completed) == sum(cached) > 0
+    assert sum(line["output_tokens"] for line in completed) == sum(usage["completion_tokens"] for usage in usages)
+    # … and with those that broke off they are all that was counted, by the frontend and by the engine.
+    for name, field in {
+        "prompt_tokens_total": "prompt_tokens",
+        "prompt_tokens_cached_total": "cached_tokens",
+        "generation_tokens_total": "output_tokens",
+        "prefix_cache_queries_total": "prompt_tokens",
+        "prefix_cache_hits_total": "cached_tokens",
+        "request_prompt_tokens_sum": "prompt_tokens",
+        "request_generation_tokens_sum": "output_tokens",
+    }.items():
+        assert increase(before, after, name) == sum(line[field] for line in logged), name
+    assert all(line["output_tokens"] > 0 for line in aborted)
+    assert increase(before, after, "request_success_total", "length") == 26
+    assert increase(before, after, "request_success_total", "abort") == 8
+    assert increase(before, after, "request_num_preemptions_sum") <= increase(before, after, "num_preemptions_total")
+
+
+def test_one_line_per_request_and_nothing_of_its_content(stack: Stack) -> None:
+    before = len(stack.log_lines("request_finished"))
+    salt, text = "a-tenants-secret", "sensitive words"
+    answer = stack.complete(text, 3, cache_salt=salt)
+    (line,) = stack.log_lines("request_finished")[before:]
+    assert line["request_id"] == f"{answer['id']}-0"
+    assert (line["level"], line["process"], line["finish_reason"]) == ("info", "http", "length")
+    assert line["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert (line["cached_tokens"], line["output_tokens"], line["engine"]) == (0, 3, 0)
+    assert 0 < line["ttft_s"] <= line["e2e_s"]
+    log = json.dumps(stack.log_lines("request_finished"))
+    assert salt not in log and text not in log and answer["choices"][0]["text"] not in log
+
+
+def test_a_refused_request_counts_as_an_error_and_nothing_else(stack: Stack) -> None:
+    before = stack.scrape()
+    body = {"prompt": [5], "presence_penalty": 77}
+    assert stack.http.post("/v1/completions", json=body).status_code == 400
+    after = stack.scrape()
+    assert increase(before, after, "request_success_total", "error") == 1
+    assert increase(before, after, "prompt_tokens_total") == 0
+    assert increase(before, after, "e2e_request_latency_seconds_count") == 0
+
+
+def test_counters_of_an_engine_go_on_through_its_death(stack: Stack) -> None:
+    stack.complete([8] * 20, 4)
+    before = stack.scrape()
+    stack.kill_engine()
+    wait_until(lambda: stack.http.get("/health").status_code == 503)
+    down = stack.scrape()
+    assert (down("engine_up"), down("kv_cache_usage_perc")) == (0, 0)
+    assert down("prefix_cache_queries_total") == before("prefix_cache_queries_total")
+    stack.start_engine()
+    stack.wait_ready()
+    stack.complete([8] * 20, 4)
+    after = stack.scrape()
+    assert after("engine_up") == 1
+    assert increase(before, after, "engine_restarts_total") == 1
+    assert increase(before, after, "prefix_cache_queries_total") == 20
+    assert increase(before, after, "iteration_tokens_total_count") == 4
+    assert all(
+        after.values[sample] >= value
+        for sample, value in before.values.items()
+        if sample[0].endswith(("_total", "_count"))
+    )
+
+
+def test_a_scrape_does_not_wait_for_an_engine_that_does_not_answer(stack: Stack) -> None:
+    assert stack.engine is not None
+    before = stack.scrape()
+    stack.engine.send_signal(19)
+    try:
+        assert stack.scrape()("engine_steps_total") == before("engine_steps_total")
+    finally:
+        stack.engine.send_signal(18)
+    stack.wait_ready()
+
+
+def test_totals_of_an_engine_never_seen_are_zero() -> None:
+    totals = EngineTotals()
+    assert totals.counter("steps") == 0 and sum(totals.step_tokens) == 0 and not totals.dropped_messages
