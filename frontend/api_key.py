@@ -7,10 +7,12 @@ import hmac
 import os
 import re
 from collections.abc import Iterable
-
-from litestar.types import ASGIApp, Receive, Scope, Send
+from typing import TYPE_CHECKING
 
 from .errors import ApiError
+
+if TYPE_CHECKING:  # the command line needs no framework
+    from litestar.types import ASGIApp, Receive, Scope, Send
 
 API_KEY_ENV = "FOREWORD_API_KEY"
 

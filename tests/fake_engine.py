@@ -1,4 +1,4 @@
-"""An engine process around `FakeRunner`: `python -m tests.fake_engine ENDPOINT [--step-s S] [--num-blocks N] [--fail]`."""
+"""An engine process around `FakeRunner`: `python -m tests.fake_engine ENDPOINT`, see its options below."""
 
 from __future__ import annotations
 

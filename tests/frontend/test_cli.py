@@ -17,6 +17,7 @@ import pytest
 import typer
 
 from engine_core import EngineConfig, ResolvedModel
+from frontend.api_key import API_KEY_ENV
 from frontend.cli import USER_ERROR_EXIT_CODE
 from frontend.cli.app import app
 from frontend.cli.serve import _own_names
@@ -24,6 +25,7 @@ from frontend.cli.server_options import DEFAULT_URL, fail_without_server
 from frontend.http_config import listen
 from frontend.sizes import parse_size
 from frontend.version import foreword_version
+from ipc.logs import LOG_FORMAT_ENV
 from tests.wire_peers import wait_until
 
 COMMAND = [sys.executable, "-c", "from frontend.cli import main; main()"]
@@ -52,8 +54,8 @@ def test_help_names_every_setting_of_the_engine_in_a_narrow_terminal() -> None:
     flags = set(re.findall(r"--[a-z-]+", result.stdout))
     settings = set(EngineConfig.__struct_fields__) - {"model", "model_name"}
     assert {"--" + name.replace("_", "-") for name in settings} <= flags
-    assert {"--host", "--port", "--served-model-name"} <= flags
-    for panel in ("HTTP", "Model", "KV cache memory", "Scheduler", "Prefix cache"):
+    assert {"--host", "--port", "--served-model-name", "--api-key", "--log-format", "--log-level"} <= flags
+    for panel in ("HTTP", "Log", "Model", "KV cache memory", "Scheduler", "Prefix cache"):
         assert f"─ {panel} ─" in result.stdout
 
 
@@ -171,6 +173,24 @@ def test_a_size_that_is_none() -> None:
 
 def test_an_empty_name() -> None:
     assert "a name must not be empty" in one_line(foreword("serve", "--served-model-name", ""))
+
+
+@pytest.mark.parametrize("key", ["", "two words", "with,comma"])
+def test_an_api_key_that_no_client_could_send_is_refused_and_not_repeated(key: str) -> None:
+    said = one_line(foreword("serve", "--api-key", key))
+    assert "an API key must not be empty" in said
+    assert not key or key not in said
+
+
+def test_an_api_key_in_the_environment_is_checked_too() -> None:
+    said = one_line(foreword("serve", environment={API_KEY_ENV: "good,no good"}))
+    assert said.startswith(f"foreword: {API_KEY_ENV}: an API key must not be empty")
+    assert "no good" not in said
+
+
+def test_a_log_format_that_does_not_exist() -> None:
+    assert "xml" in one_line(foreword("serve", "--log-format", "xml"))
+    assert "xml" in one_line(foreword("serve", environment={LOG_FORMAT_ENV: "xml"}))
 
 
 def test_a_cache_directory_that_cannot_be_made(tmp_path: Path) -> None:
