@@ -22,9 +22,9 @@ FinishedReason = Literal["stop", "length", "abort", "error"]
 class RequestRecord:
     """Use it around the consumption of a request's stream: `with RequestRecord(…) as record: record.follow(stream)`.
 
-    Latencies are those of arrival, however slow the consumer is; tokens count when `count` hears of them. Left with an
-    exception, the request ended with `abort` if its consumer went away, else with `error`. A request that was never
-    followed leaves no trace.
+    Latencies are those of arrival, however slow the consumer is; tokens count when `count` hears of them. Left before
+    all continuations had a finish reason, the request ended with `abort` if its consumer went away, else with `error`.
+    A request that was never followed leaves no trace.
     """
 
     def __init__(self, families: RequestFamilies, request: EngineRequest, received_s: float) -> None:
@@ -32,45 +32,52 @@ class RequestRecord:
         self._families = families
         self._request = request
         self._received_s = received_s
-        self._engine: EngineFamilies | None = None
-        self._engine_index = 0
+        self._stream: RequestStream | None = None
         self._first_arrival_s: float | None = None
         # By continuation.
         self._last_arrivals_s: dict[int, float] = {}
         self._timings: dict[int, RequestTiming] = {}
         self._num_tokens: defaultdict[int, int] = defaultdict(int)
         self._num_cached_tokens = 0
+        self._num_finished = 0
         self._finish_reason: FinishedReason | None = None
 
     def follow(self, stream: RequestStream) -> None:
         """The request is on its way."""
-        self._engine_index = stream.engine_index
-        self._engine = self._families.of_engine(stream.engine_index)
+        self._stream = stream
         stream.on_arrival = self._arrived
+
+    @property
+    def _engine(self) -> EngineFamilies:
+        # Asked for each time: until its first token a request may move to another engine.
+        assert self._stream is not None
+        return self._families.of_engine(self._stream.engine_index)
 
     def _arrived(self, output: RequestOutput) -> None:
         num_tokens = len(output.new_token_ids)
         if output.timing is not None:
             self._timings[output.index] = output.timing
-        if not num_tokens or self._engine is None:
+        if not num_tokens:
             return
         now_s = time.monotonic()
+        engine = self._engine
         if self._first_arrival_s is None:
             self._first_arrival_s = now_s
-            self._engine.time_to_first_token_s.observe(now_s - self._received_s)
+            engine.time_to_first_token_s.observe(now_s - self._received_s)
         if (last_s := self._last_arrivals_s.get(output.index)) is not None:
             for _ in range(num_tokens):
-                self._engine.inter_token_latency_s.observe((now_s - last_s) / num_tokens)
+                engine.inter_token_latency_s.observe((now_s - last_s) / num_tokens)
         self._last_arrivals_s[output.index] = now_s
 
     def count(self, index: int, num_tokens: int, num_cached_tokens: int, finish_reason: FinishedReason | None) -> None:
         """`num_tokens` more of continuation `index` were handed on."""
-        assert self._engine is not None
         if not self._num_tokens:
             self._count_prompt(self._engine, num_cached_tokens)
         self._num_tokens[index] += num_tokens
         self._engine.generation_tokens.inc(num_tokens)
-        self._finish_reason = finish_reason
+        if finish_reason is not None:
+            self._num_finished += 1
+            self._finish_reason = finish_reason
 
     def _count_prompt(self, engine: EngineFamilies, num_cached_tokens: int) -> None:
         self._num_cached_tokens = num_cached_tokens
@@ -87,10 +94,11 @@ class RequestRecord:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._engine is None:
+        if self._stream is None:
             return
-        reason: FinishedReason = self._finish_reason or "error"
-        if exc is not None:
+        if self._finish_reason is not None and self._num_finished == self._request.sampling_params.n:
+            reason = self._finish_reason
+        else:
             reason = "abort" if isinstance(exc, GeneratorExit | asyncio.CancelledError) else "error"
         self._engine.finished[reason].inc()
         now_s = time.monotonic()
@@ -101,7 +109,7 @@ class RequestRecord:
             "request_finished request_id=%s engine=%d finish_reason=%s prompt_tokens=%d cached_tokens=%d"
             " output_tokens=%d ttft_s=%s e2e_s=%.4f",
             self._request.request_id,
-            self._engine_index,
+            self._stream.engine_index,
             reason,
             len(self._request.prompt_token_ids),
             self._num_cached_tokens,
