@@ -48,6 +48,10 @@ def check_config(config: EngineConfig) -> None:
         raise InvalidConfigError("long_prefill_token_threshold: needs enable_chunked_prefill")
     if not 0 <= config.watermark < 1:
         raise InvalidConfigError(f"watermark: a share of the pool in [0, 1), is {config.watermark}")
+    if not 0 < config.kv_cache_metrics_sample <= 1:
+        raise InvalidConfigError(
+            f"kv_cache_metrics_sample: a share of the blocks in (0, 1], is {config.kv_cache_metrics_sample}"
+        )
     if not 0 < config.gpu_memory_utilization <= 1:
         raise InvalidConfigError(
             f"gpu_memory_utilization: a share of the memory in (0, 1], is {config.gpu_memory_utilization}"

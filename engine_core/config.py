@@ -37,6 +37,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         watermark: share of the pool kept free when a request is admitted beside running ones.
         prefix_caching_hash_seed: root of the hash chains in the `_cbor` modes and of the xxhash modes.
         full_prompt_hit: what to do when every block of a prompt is cached. `drop_last_block` is what peers do.
+        kv_cache_metrics: measure how long cached blocks stay and when they are used again (`EngineStats`).
+        kv_cache_metrics_sample: share of the blocks that this looks at.
         free_order: where freed blocks go in the free queue; `unhashed_first` is what a newer peer does.
         num_threads: CPU threads for the model.
     """
@@ -62,4 +64,6 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     prefix_caching_hash_seed: str | None = None
     full_prompt_hit: FullPromptHit = "recompute_last_token"
     free_order: FreeOrder = "append_all"
+    kv_cache_metrics: bool = False
+    kv_cache_metrics_sample: float = 0.01
     num_threads: int | None = None

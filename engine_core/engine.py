@@ -14,7 +14,7 @@ from ipc.stats import EngineStats, PrefixCacheReset
 from .checks import check_config, check_request
 from .config import EngineConfig
 from .errors import InvalidConfigError, InvalidRequestError
-from .kv_cache import BlockHasher, KVCacheManager
+from .kv_cache import BlockHasher, BlockResidency, KVCacheManager
 from .request import Request
 from .runner import ModelInfo, Runner
 from .scheduler import Scheduler
@@ -66,6 +66,7 @@ class EngineCore:
             seed=config.prefix_caching_hash_seed,
             namespace=info.cache_namespace,
         )
+        self._residency = BlockResidency(config.kv_cache_metrics_sample) if config.kv_cache_metrics else None
         self._scheduler = Scheduler(
             KVCacheManager(
                 info.num_blocks,
@@ -73,6 +74,7 @@ class EngineCore:
                 enable_caching=config.enable_prefix_caching,
                 full_prompt_hit=config.full_prompt_hit,
                 free_order=config.free_order,
+                residency=self._residency,
             ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -184,6 +186,7 @@ class EngineCore:
             num_cached_hashes=len(pool.cached),
             kv_cache_usage=pool.usage,
             failed_steps=self._num_failed_steps,
+            block_residency={} if self._residency is None else self._residency.durations(),
             **dataclasses.asdict(scheduler.counters),
         )
 

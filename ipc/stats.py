@@ -8,12 +8,27 @@ from msgspec import Struct
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+# The same of `Durations`, in seconds.
+RESIDENCY_BOUNDS_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+    *(1200.0, 1800.0),
+)
+
+
+class Durations(Struct, array_like=True, frozen=True):
+    """A histogram: `counts[i]` were at most `RESIDENCY_BOUNDS_S[i]` and more than the bound before."""
+
+    counts: list[int]
+    sum_s: float
+
+
 class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     """A snapshot. Counters run since start; hits and queries are in tokens, once per request.
 
     `resumed_*` count the same for re-admissions after a preemption. `computed_tokens` includes what preempted
     requests compute again. `step_tokens[i]` is the number of steps that computed at most `STEP_TOKENS_BOUNDS[i]` tokens
-    and more than the bound before; `computed_tokens` is the sum of their tokens.
+    and more than the bound before; `computed_tokens` is the sum of their tokens. `block_residency` is empty unless the
+    engine watches its blocks; then it has `lifetime`, `idle_before_evict` and `reuse_gap`.
     """
 
     num_running: int
@@ -32,6 +47,7 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     resumed_queries: int
     resumed_hits: int
     step_tokens: list[int]
+    block_residency: dict[str, Durations] = {}
 
 
 class PrefixCacheReset(Struct, array_like=True, frozen=True):

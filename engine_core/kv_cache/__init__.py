@@ -7,5 +7,14 @@ from .block import FreeKVCacheBlockQueue, KVCacheBlock
 from .block_hash import BlockHasher
 from .block_pool import BlockPool
 from .manager import KVCacheManager, PrefixHit
+from .residency import BlockResidency
 
-__all__ = ["BlockHasher", "BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock", "KVCacheManager", "PrefixHit"]
+__all__ = [
+    "BlockHasher",
+    "BlockPool",
+    "BlockResidency",
+    "FreeKVCacheBlockQueue",
+    "KVCacheBlock",
+    "KVCacheManager",
+    "PrefixHit",
+]

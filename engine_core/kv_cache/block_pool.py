@@ -66,7 +66,7 @@ class BlockPool:
             block.ref_cnt = 1
         return blocks
 
-    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Reference each block once more, taking it out of the free queue if it lay there."""
         for block in blocks:
             if block.ref_cnt == 0:

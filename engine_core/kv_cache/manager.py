@@ -10,6 +10,7 @@ from engine_core.request import Request
 
 from .block import KVCacheBlock
 from .block_pool import BlockPool
+from .residency import BlockResidency, ObservedBlockPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,15 @@ class KVCacheManager:
         enable_caching: bool = True,
         full_prompt_hit: FullPromptHit = "recompute_last_token",
         free_order: FreeOrder = "append_all",
+        residency: BlockResidency | None = None,
     ) -> None:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.full_prompt_hit: FullPromptHit = full_prompt_hit
-        self.pool = BlockPool(num_blocks, free_order)
+        if residency is None:
+            self.pool = BlockPool(num_blocks, free_order)
+        else:
+            self.pool = ObservedBlockPool(num_blocks, free_order, residency)
         self.tables: dict[str, BlockTable] = {}
         self._first_provisional: dict[str, int] = {}
 

@@ -88,6 +88,12 @@ def _engine_options(
         option(_CACHE, "What to compute again when a whole prompt is cached."),
     ] = _ENGINE.full_prompt_hit,
     free_order: Annotated[FreeOrder, option(_CACHE, "Where freed blocks go in the free queue.")] = _ENGINE.free_order,
+    kv_cache_metrics: Annotated[
+        bool, option(_CACHE, "Measure how long cached blocks stay, for /metrics.")
+    ] = _ENGINE.kv_cache_metrics,
+    kv_cache_metrics_sample: Annotated[
+        float, option(_CACHE, "Share of the blocks that this looks at.", min=0.0001, max=1.0)
+    ] = _ENGINE.kv_cache_metrics_sample,
 ) -> None:
     """Only its signature is used. Each name is a field of `EngineConfig`."""
 

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from frontend.engine_calls import EngineSnapshot
 from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError
-from ipc.stats import STEP_TOKENS_BOUNDS
+from ipc.stats import RESIDENCY_BOUNDS_S, STEP_TOKENS_BOUNDS, Durations
 
 from .families import PREFIX
 
@@ -44,6 +44,13 @@ _COUNTERS = {
 }
 
 
+_BLOCK_RESIDENCY = {
+    "lifetime": "From taking a KV block to evicting what was cached in it.",
+    "idle_before_evict": "From the last use of a cached KV block to its eviction.",
+    "reuse_gap": "From one use of a cached KV block to the next.",
+}
+
+
 class EngineTotals:
     """One engine's counters over all its lives, as far as they were seen."""
 
@@ -52,6 +59,7 @@ class EngineTotals:
         self._earlier: Counter[str] = Counter()
         self._earlier_step_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
         self._earlier_dropped_messages: Counter[str] = Counter()
+        self._earlier_block_residency: dict[str, Durations] = {}
 
     def update(self, snapshot: EngineSnapshot) -> None:
         if self.latest is not None and self.latest.epoch != snapshot.epoch:
@@ -59,6 +67,7 @@ class EngineTotals:
                 self._earlier[field] = self.counter(field)
             self._earlier_step_tokens = self.step_tokens
             self._earlier_dropped_messages = self.dropped_messages
+            self._earlier_block_residency = self.block_residency
         self.latest = snapshot
 
     def counter(self, field: str) -> int:
@@ -69,11 +78,24 @@ class EngineTotals:
     def step_tokens(self) -> list[int]:
         """Steps by size; see `EngineStats`."""
         now = [] if self.latest is None else self.latest.stats.step_tokens
-        return [a + b for a, b in itertools.zip_longest(self._earlier_step_tokens, now, fillvalue=0)]
+        return _added(self._earlier_step_tokens, now)
+
+    @property
+    def block_residency(self) -> dict[str, Durations]:
+        """See `EngineStats`."""
+        totals = self._earlier_block_residency.copy()
+        for name, now in ({} if self.latest is None else self.latest.stats.block_residency).items():
+            before = totals.get(name, Durations([], 0.0))
+            totals[name] = Durations(_added(before.counts, now.counts), before.sum_s + now.sum_s)
+        return totals
 
     @property
     def dropped_messages(self) -> Counter[str]:
         return self._earlier_dropped_messages + Counter({} if self.latest is None else self.latest.dropped_messages)
+
+
+def _added(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [a + b for a, b in itertools.zip_longest(first, second, fillvalue=0)]
 
 
 class EngineCollector(Collector):
@@ -103,6 +125,7 @@ class EngineCollector(Collector):
             yield family
         yield self._restarts()
         yield self._step_tokens()
+        yield from self._block_residency()
         yield self._dropped_messages()
         yield self._cache_config()
 
@@ -145,11 +168,20 @@ class EngineCollector(Collector):
         family = HistogramMetricFamily(
             PREFIX + "iteration_tokens_total", "Tokens that a step computed.", labels=("model_name", "engine")
         )
-        bounds = [*(f"{bound:.1f}" for bound in STEP_TOKENS_BOUNDS), "+Inf"]
         for engine, totals in zip(self._engines, self._totals, strict=True):
-            buckets = list(zip(bounds, itertools.accumulate(totals.step_tokens), strict=True))
+            buckets = _cumulated(STEP_TOKENS_BOUNDS, totals.step_tokens)
             family.add_metric(self._labels(engine), buckets, sum_value=totals.counter("computed_tokens"))
         return family
+
+    def _block_residency(self) -> Iterator[Metric]:
+        for name, what in _BLOCK_RESIDENCY.items():
+            family = HistogramMetricFamily(f"{PREFIX}kv_block_{name}_seconds", what, labels=("model_name", "engine"))
+            for engine, totals in zip(self._engines, self._totals, strict=True):
+                if (durations := totals.block_residency.get(name)) is not None:
+                    buckets = _cumulated(RESIDENCY_BOUNDS_S, durations.counts)
+                    family.add_metric(self._labels(engine), buckets, sum_value=durations.sum_s)
+            if family.samples:
+                yield family
 
     def _dropped_messages(self) -> Metric:
         family = CounterMetricFamily(
@@ -183,3 +215,9 @@ class EngineCollector(Collector):
                 1,
             )
         return family
+
+
+def _cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """The buckets of a histogram, as Prometheus has them: each with all below it."""
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, itertools.accumulate(counts), strict=True))

@@ -32,9 +32,11 @@ class CountingEngine(ScriptedEngine):
     """One of its messages was dropped, so that every family has a sample."""
 
     async def stats(self, timeout_s: float) -> EngineSnapshot:
-        numbers = dict.fromkeys(EngineStats.__struct_fields__, 1)
+        numbers: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 1)
         step_tokens = [1] * (len(STEP_TOKENS_BOUNDS) + 1)
-        return EngineSnapshot(1, EngineStats(**numbers | {"step_tokens": step_tokens}), {"body": 1})
+        return EngineSnapshot(
+            1, EngineStats(**numbers | {"step_tokens": step_tokens, "block_residency": {}}), {"body": 1}
+        )
 
 
 @pytest.fixture

@@ -11,9 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
+from prometheus_client import generate_latest
 
+from frontend.engine_calls import EngineSnapshot
+from frontend.metrics import Metrics
 from frontend.metrics.engines import EngineTotals
+from ipc.stats import RESIDENCY_BOUNDS_S, STEP_TOKENS_BOUNDS, Durations, EngineStats
 from tests.frontend.http_stack import Scrape, Stack, http_stack
+from tests.frontend.scripted_engine import ScriptedEngine, says
 from tests.wire_peers import wait_until
 
 # As the peer's documentation lists them, without what we do not have (sleep, flops, external and multimodal caches).
@@ -274,3 +280,37 @@ def test_a_scrape_does_not_wait_for_an_engine_that_does_not_answer(stack: Stack)
 def test_totals_of_an_engine_never_seen_are_zero() -> None:
     totals = EngineTotals()
     assert totals.counter("steps") == 0 and sum(totals.step_tokens) == 0 and not totals.dropped_messages
+
+
+def snapshot(epoch: int, numbers: int, *, watches_blocks: bool = True) -> EngineSnapshot:
+    fields: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, numbers)
+    residency = {"lifetime": Durations([numbers, 1], numbers / 2)} if watches_blocks else {}
+    fields |= {"step_tokens": [numbers, 2], "block_residency": residency}
+    return EngineSnapshot(epoch, EngineStats(**fields), {"body": numbers})
+
+
+def test_totals_add_up_over_an_engines_lives() -> None:
+    totals = EngineTotals()
+    for seen in (snapshot(1, 3), snapshot(1, 5), snapshot(2, 1, watches_blocks=False), snapshot(3, 2), snapshot(3, 4)):
+        totals.update(seen)
+    assert totals.counter("prefix_cache_hits") == 5 + 1 + 4
+    assert totals.step_tokens[:3] == [5 + 1 + 4, 2 + 2 + 2, 0]
+    assert totals.block_residency == {"lifetime": Durations([5 + 4, 1 + 1], 2.5 + 2)}
+    assert totals.dropped_messages == {"body": 5 + 1 + 4}
+
+
+async def test_blocks_that_are_watched_have_families_of_their_own() -> None:
+    class Watching(ScriptedEngine):
+        async def stats(self, timeout_s: float) -> EngineSnapshot:
+            counts = [1] * (len(RESIDENCY_BOUNDS_S) + 1)
+            told = {name: Durations(counts, 5.0) for name in ("lifetime", "idle_before_evict", "reuse_gap")}
+            steps = [1] * (len(STEP_TOKENS_BOUNDS) + 1)
+            stats = replace(snapshot(1, 1).stats, block_residency=told, step_tokens=steps)
+            return EngineSnapshot(1, stats, {})
+
+    metrics = Metrics([Watching(says([]))], "tiny")  # type: ignore[list-item]
+    await metrics.refresh()
+    seen = Scrape(generate_latest(metrics.registry).decode())
+    for name in ("kv_block_lifetime", "kv_block_idle_before_evict", "kv_block_reuse_gap"):
+        assert seen(f"{name}_seconds_sum") == 5
+        assert seen(f"{name}_seconds_count") == len(RESIDENCY_BOUNDS_S) + 1
