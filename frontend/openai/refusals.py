@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from frontend.engine_client import EngineUnavailableError, RequestRefusedError
+from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from frontend.errors import ApiError, internal_error, invalid_request, overloaded, shutting_down, unavailable
 from frontend.prompt.errors import PromptError, PromptTooLongError
 from ipc.messages import EngineCapabilities, RequestError

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from frontend.detokenizer import Detokenizer
-from frontend.engine_client import EngineClient, EngineUnavailableError
+from frontend.engine_client import EngineClient
+from frontend.engine_errors import EngineUnavailableError
 from frontend.errors import ApiError
 from frontend.health import down_reason
 from frontend.metrics import Metrics

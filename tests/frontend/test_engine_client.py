@@ -20,7 +20,8 @@ import zmq
 import zmq.asyncio
 
 from engine_core.server import EngineCoreServer
-from frontend.engine_client import EngineClient, EngineUnavailableError, RequestRefusedError, RequestStream
+from frontend.engine_client import EngineClient, RequestStream
+from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from ipc.codec import PROTOCOL_VERSION, encode, pack_header
 from ipc.messages import (
     EngineCapabilities,

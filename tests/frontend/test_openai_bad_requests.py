@@ -358,6 +358,8 @@ def test_the_documentation_is_complete_and_comes_from_here(http: httpx.Client) -
         "/v1/models/{model_id}",
         "/health",
         "/version",
+        "/metrics",
+        "/reset_prefix_cache",
     } == set(document["paths"])
     references = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
     assert references <= set(document["components"]["schemas"])

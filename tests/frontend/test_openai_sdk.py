@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from frontend.engine_client import EngineUnavailableError, RequestRefusedError
+from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from frontend.prompt.tokenizer import ModelTokenizer
 from ipc.messages import ExtraKeySpan, RequestError, SamplingParams
 from tests.frontend.live_app import live_app
