@@ -91,7 +91,15 @@ def test_a_message_through_a_pipe(served: Served) -> None:
     assert request.sampling_params.seed == 3
 
 
-@pytest.mark.parametrize(("arguments", "environment"), [(["--api-key", "k3y"], {}), ([], {"FOREWORD_API_KEY": "k3y"})])
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["--api-key", "k3y"], {}),
+        ([], {"FOREWORD_API_KEY": "k3y"}),
+        # What a server takes several keys from.
+        ([], {"FOREWORD_API_KEY": "k3y,another"}),
+    ],
+)
 def test_the_key_is_sent(arguments: list[str], environment: dict[str, str]) -> None:
     def answer(head: str) -> bytes | None:
         if "authorization: bearer k3y" not in head.lower():
