@@ -8,7 +8,8 @@ aborted, and after everything that waited it is told so: no token disappears wit
 
 A message that cannot be read may have been a request somebody waits for. So it is counted and, if it came from a
 known frontend, ends that session: its requests are aborted and it is told goodbye, upon which it fails them and starts
-anew. From strangers such messages are only counted. Either way every other frontend goes on as before.
+anew. So does a message that never came, as the numbers of those after it show (`ipc.sequence`); one that came twice is
+dropped and counted. From strangers such messages are only counted. Either way every other frontend goes on as before.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from ipc.messages import (
     Stats,
     Welcome,
 )
+from ipc.sequence import UNCOUNTED, judge
 from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
 from ipc.stats import EngineStats, PrefixCacheReset
 
@@ -108,10 +110,15 @@ Command: TypeAlias = Add | Abort | Reset | Stop
 
 @dataclass(slots=True, eq=False)
 class _Frontend:
-    """One session. `engine_ids` has its unfinished requests: its own id → the engine's."""
+    """One session. `engine_ids` has its unfinished requests: its own id → the engine's.
+
+    `expected` is the number its next message must have, `next_sequence` that of the next one to it.
+    """
 
     identity: bytes
     last_heard_s: float
+    expected: int
+    next_sequence: int = 1
     engine_ids: dict[str, str] = field(default_factory=dict)
     backlog: deque[EngineMessage] = field(default_factory=deque)
 
@@ -197,7 +204,7 @@ class FrontendLink:
                 self._beat()
             self._flush()
             for frontend in self._frontends.values():
-                self._send(frontend.identity, Goodbye())
+                self._send(frontend.identity, Goodbye(), UNCOUNTED)
         except Exception:
             logger.exception("frontend_link_failed")
             self._commands.put(Stop(1))
@@ -226,18 +233,18 @@ class FrontendLink:
     def _take(self, identity: bytes, frames: list[memoryview]) -> None:
         frontend = self._frontends.get(identity)
         try:
-            epoch, message = self._decoder.decode(frames)
+            epoch, sequence, message = self._decoder.decode(frames)
         except WireError as error:
             self.drops.add(error.reason, str(error))
             if error.reason == "version":
                 version = read_header(frames).version
                 reason = f"the engine speaks protocol {PROTOCOL_VERSION}, the frontend {version}"
-                self._send(identity, Refused(reason))
+                self._send(identity, Refused(reason), UNCOUNTED)
             if frontend is not None:
                 self._end(frontend, "unreadable_message")
             return
         if isinstance(message, Hello):
-            self._greet(identity, frontend)
+            self._greet(identity, frontend, sequence)
             return
         if epoch != self.epoch:
             self.drops.add("stale_epoch", f"message of epoch {epoch}, the engine's is {self.epoch}")
@@ -245,7 +252,12 @@ class FrontendLink:
         if frontend is None:
             # It was given up while it was silent and does not know yet.
             self.drops.add("no_session", type(message).__name__)
-            self._send(identity, Goodbye())
+            self._send(identity, Goodbye(), UNCOUNTED)
+            return
+        if isinstance(message, Goodbye):
+            self._forget(frontend, "goodbye")
+            return
+        if not self._is_next(frontend, sequence):
             return
         frontend.last_heard_s = time.monotonic()
         if isinstance(message, AddRequest):
@@ -256,18 +268,31 @@ class FrontendLink:
             self._enqueue(frontend, Stats(message.call_id, self._stats(), dict(self.drops.counts)))
         elif isinstance(message, ResetPrefixCache):
             self._commands.put(Reset(message.reset_running_requests, self._answer_reset(frontend, message.call_id)))
-        elif isinstance(message, Goodbye):
-            self._forget(frontend, "goodbye")
 
-    def _greet(self, identity: bytes, frontend: _Frontend | None) -> None:
+    def _is_next(self, frontend: _Frontend, sequence: int) -> bool:
+        """Whether this message is to be taken. One that shows that others were lost ends the session."""
+        verdict = judge(sequence, frontend.expected)
+        if verdict == "next":
+            frontend.expected += 1
+            return True
+        self.drops.add(verdict, f"message {sequence} of {peer_name(frontend.identity)}, expected {frontend.expected}")
+        if verdict == "lost":
+            self._end(frontend, "lost_message")
+        return False
+
+    def _greet(self, identity: bytes, frontend: _Frontend | None, sequence: int) -> None:
         if frontend is None:
-            frontend = self._frontends[identity] = _Frontend(identity, time.monotonic())
+            frontend = self._frontends[identity] = _Frontend(identity, time.monotonic(), sequence + 1)
             logger.debug("frontend_joined frontend=%s", peer_name(identity))
+        elif sequence < frontend.expected:
+            self.drops.add("duplicate", f"hello {sequence} of {peer_name(identity)}, expected {frontend.expected}")
+            return
         else:
             # A frontend that starts anew has no use for what it had in flight, nor for what waits for it.
             self._abort(frontend, list(frontend.engine_ids))
             frontend.backlog.clear()
             frontend.last_heard_s = time.monotonic()
+            frontend.expected = sequence + 1
         self._enqueue(frontend, Welcome(self._capabilities))
 
     def _add(self, frontend: _Frontend, request: EngineRequest) -> None:
@@ -327,14 +352,14 @@ class FrontendLink:
     def _end(self, frontend: _Frontend, reason: str) -> None:
         """Give the session up and say so: now if possible, else in answer to the frontend's next message."""
         self._forget(frontend, reason)
-        self._send(frontend.identity, Goodbye())
+        self._send(frontend.identity, Goodbye(), UNCOUNTED)
 
     def _refuse(self, frontend: _Frontend, own_id: str, error: RequestError) -> None:
         self._enqueue(frontend, EngineOutputs([RequestOutput(own_id, [], finish_reason="error", error=error)]))
 
     def _flush(self) -> None:
         for frontend in list(self._frontends.values()):
-            while frontend.backlog and self._send(frontend.identity, frontend.backlog[0]):
+            while frontend.backlog and self._send_counted(frontend, frontend.backlog[0]):
                 frontend.backlog.popleft()
         while self._outbox:
             self._route(self._outbox.popleft())
@@ -359,7 +384,7 @@ class FrontendLink:
             self._enqueue(frontend, EngineOutputs(share))
 
     def _enqueue(self, frontend: _Frontend, message: EngineMessage) -> None:
-        if not frontend.backlog and self._send(frontend.identity, message):
+        if not frontend.backlog and self._send_counted(frontend, message):
             return
         if frontend.identity not in self._frontends:
             return
@@ -377,10 +402,17 @@ class FrontendLink:
             # It sends and sends, and reads nothing: not even refusals can be kept for it.
             self._end(frontend, "overflow")
 
-    def _send(self, identity: bytes, message: EngineMessage) -> bool:
+    def _send_counted(self, frontend: _Frontend, message: EngineMessage) -> bool:
+        """As `_send`, with the session's next number, which an attempt without success leaves to the next."""
+        sent = self._send(frontend.identity, message, frontend.next_sequence)
+        if sent:
+            frontend.next_sequence += 1
+        return sent
+
+    def _send(self, identity: bytes, message: EngineMessage, sequence: int) -> bool:
         """False if the peer's queue is full. A peer that is gone is forgotten; one whose message is too large, too."""
         try:
-            self._router.send_multipart([identity, *encode(message, self.epoch)], zmq.DONTWAIT, copy=False)
+            self._router.send_multipart([identity, *encode(message, self.epoch, sequence)], zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -411,7 +443,7 @@ class FrontendLink:
                 self._end(frontend, "silent")
             elif not frontend.backlog:
                 # What waits is as good a sign of life, and a heartbeat must not overtake a welcome.
-                self._send(frontend.identity, Heartbeat())
+                self._send_counted(frontend, Heartbeat())
 
 
 def _not_reading(settings: LinkSettings) -> RequestError:

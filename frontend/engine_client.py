@@ -1,9 +1,9 @@
 """The frontend's end of the wire: one engine core, found, watched, lost and found again.
 
 A session is one DEALER socket, one handshake, one epoch. When the engine dies (its socket closes), falls
-silent (heartbeats), says goodbye or sends what cannot be read (it may have been somebody's tokens), the session ends:
-every stream fails at once, then a fresh socket is tried until an engine answers. Nothing of an old session can reach
-a new engine, nor the other way round.
+silent (heartbeats), says goodbye, sends what cannot be read or when a message of its is missing (it may have been
+somebody's tokens), the session ends: every stream fails at once, then a fresh socket is tried until an engine answers.
+Nothing of an old session can reach a new engine, nor the other way round.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from ipc.messages import (
     Stats,
     Welcome,
 )
+from ipc.sequence import UNCOUNTED, judge
 from ipc.stats import PrefixCacheReset
 
 from .engine_calls import EngineCalls, EngineSnapshot
@@ -383,17 +384,22 @@ class EngineClient:
 
     def _take(self, session: EngineSession, frames: list[zmq.Frame]) -> None:
         try:
-            epoch, message = self._decoder.decode([frame.buffer for frame in frames])
+            epoch, sequence, message = self._decoder.decode([frame.buffer for frame in frames])
         except WireError as error:
             self.drops.add(error.reason, str(error))
             reason = str(error) if error.reason == "version" else f"the engine sent what cannot be read: {error}"
             raise _SessionEndedError(reason, telling=True) from error
         if isinstance(message, Refused):
             raise _SessionEndedError(f"the engine refused the connection: {message.reason}", telling=True)
-        if isinstance(message, Welcome):
-            self._welcome(session, epoch, message.capabilities)
-        elif epoch != session.epoch:
-            self.drops.add("stale_epoch", f"message of epoch {epoch}, the session's is {session.epoch}")
+        if epoch != session.epoch or not epoch:
+            if isinstance(message, Welcome) and epoch and not session.epoch:
+                self._welcome(session, epoch, sequence, message.capabilities)
+            else:
+                self.drops.add("stale_epoch", f"message of epoch {epoch}, the session's is {session.epoch}")
+            return
+        if isinstance(message, Goodbye):
+            raise _SessionEndedError("the engine said goodbye")
+        if not self._is_next(session, sequence):
             return
         session.last_heard_s = time.monotonic()
         if isinstance(message, EngineOutputs):
@@ -403,13 +409,28 @@ class EngineClient:
             self._calls.answer(message.call_id, EngineSnapshot(epoch, message.stats, message.dropped_messages))
         elif isinstance(message, PrefixCacheWasReset):
             self._calls.answer(message.call_id, message.result)
-        elif isinstance(message, Goodbye):
-            raise _SessionEndedError("the engine said goodbye")
+        elif isinstance(message, Welcome):
+            # Nobody asked for it, but it has given up what was in flight.
+            raise _SessionEndedError("the engine began the session anew")
 
-    def _welcome(self, session: EngineSession, epoch: int, capabilities: EngineCapabilities) -> None:
+    def _is_next(self, session: EngineSession, sequence: int) -> bool:
+        """Whether this message is to be taken. One that shows that others were lost ends the session."""
+        verdict = judge(sequence, session.expected)
+        if verdict == "next":
+            session.expected += 1
+            return True
+        detail = f"message {sequence} of the engine, expected {session.expected}"
+        self.drops.add(verdict, detail)
+        if verdict == "lost":
+            raise _SessionEndedError(f"messages were lost: {detail}")
+        return False
+
+    def _welcome(self, session: EngineSession, epoch: int, sequence: int, capabilities: EngineCapabilities) -> None:
         session.epoch = epoch
         self.num_restarts += self._known_epoch not in (None, epoch)
         self._known_epoch = epoch
+        session.expected = sequence + 1
+        session.last_heard_s = time.monotonic()
         self.capabilities = capabilities
         self.state = "ready"
         self.down_reason = None
@@ -436,7 +457,7 @@ def _why_unsendable(request: EngineRequest, error: WireError) -> RequestError:
     """Names the first field that cannot be sent even by itself; none if only all together are too large."""
     for name in request.__struct_fields__:
         try:
-            encode(getattr(request, name), 0)
+            encode(getattr(request, name), 0, UNCOUNTED)
         except WireError as field_error:
             return RequestError("invalid", f"{name}: cannot be sent: {field_error}", name)
     return RequestError("invalid", f"the request cannot be sent: {error}")

@@ -12,7 +12,8 @@ import zmq
 import zmq.asyncio
 
 from ipc.codec import encode
-from ipc.messages import FrontendMessage
+from ipc.messages import FrontendMessage, Goodbye
+from ipc.sequence import UNCOUNTED
 from ipc.sockets import make_dealer
 
 T = TypeVar("T")
@@ -28,7 +29,10 @@ def _now(awaitable: Awaitable[T]) -> T:
 
 
 class EngineSession:
-    """One socket to one engine, from connecting to closing. `epoch` is 0 until the engine has answered."""
+    """One socket to one engine, from connecting to closing.
+
+    `epoch` is 0 until the engine has answered; `expected` is the number that its next message must have then.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, name: str) -> None:
         """Raises zmq.ZMQError (for instance when there are too many open files), and leaves nothing open then."""
@@ -42,15 +46,20 @@ class EngineSession:
             self.socket.close(linger=0)
             raise
         self.epoch = 0
+        self.expected = 0
+        self._next_sequence = 1
         self.last_heard_s = time.monotonic()
 
     def send(self, message: FrontendMessage) -> bool:
         """Hand `message` to the socket without waiting; False if its queue is full. Raises WireError."""
-        frames = encode(message, self.epoch)
+        sequence = UNCOUNTED if isinstance(message, Goodbye) else self._next_sequence
+        frames = encode(message, self.epoch, sequence)
         try:
             _now(self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False))
         except zmq.Again:
             return False
+        if sequence != UNCOUNTED:
+            self._next_sequence += 1
         return True
 
     def receive_waiting(self) -> Iterator[list[zmq.Frame]]:

@@ -1,12 +1,14 @@
 """Messages to frames and back: a fixed header, one MessagePack body, and payload frames. No pickle.
 
-    frame 0   header: magic `FWRD`, protocol version (u16), reserved (u16), epoch (u64), little-endian
+    frame 0   header: magic `FWRD`, protocol version (u16), number of frames (u16), epoch (u64), sequence (u64),
+              little-endian
     frame 1   the message (a tagged union of structs) as MessagePack
     frame 2…  payloads: what a numpy array or a `Blob` in the message holds, in the order they appear
 
-In the body an array stands as `[frame index, dtype, shape]`, a blob as its frame index. Both sides share
-memory with the frames: nothing large is copied. Decoding is total: whatever comes in, it returns a message or
-raises `WireError`, and never allocates much more than it received.
+In the body an array stands as `[frame index, dtype, shape]`, a blob as `[frame index, number of bytes]`. Both sides
+share memory with the frames: nothing large is copied. Decoding is total: whatever comes in, it returns a message or
+raises `WireError`, and never allocates much more than it received. A message that lost a frame, or a part of one, is
+never taken for whole; messages lost as a whole are what `sequence` is for (`ipc.sequence`).
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 1
-MAX_EPOCH = 2**64 - 1
+PROTOCOL_VERSION = 2
 
 Buffer: TypeAlias = bytes | memoryview
 Reason = Literal["header", "version", "frames", "too_large", "body", "payload"]
 MessageT = TypeVar("MessageT")
 
 _MAGIC = b"FWRD"
-_HEADER = struct.Struct("<4sHHQ")
+_HEADER = struct.Struct("<4sHHQQ")
+_HEADER_OF_ANY_VERSION = struct.Struct("<4sHHQ")
 # No object, string or structured types: only what is its own memory layout.
 _DTYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"])
 _MAX_NDIM = 8
@@ -65,6 +67,14 @@ class Header(NamedTuple):
     epoch: int
 
 
+class Envelope(NamedTuple, Generic[MessageT]):
+    """A message with what its header says of it."""
+
+    epoch: int
+    sequence: int
+    message: MessageT
+
+
 class Blob:
     """Bytes too many for the body: they travel as a frame of their own, uncopied."""
 
@@ -75,22 +85,23 @@ class Blob:
         self.data = data
 
 
-def pack_header(epoch: int, version: int = PROTOCOL_VERSION) -> bytes:
-    """Frame 0. `epoch` is the engine's (0 before it is known)."""
-    return _HEADER.pack(_MAGIC, version, 0, epoch)
+def pack_header(epoch: int, sequence: int, *, num_frames: int = 2, version: int = PROTOCOL_VERSION) -> bytes:
+    """Frame 0. `epoch` is the engine's (0 before it is known); `sequence`: see `ipc.sequence`."""
+    return _HEADER.pack(_MAGIC, version, num_frames, epoch, sequence)
 
 
 def read_header(frames: Sequence[Buffer]) -> Header:
     """The header of any version: magic, version and epoch stay where they are for ever. Raises WireError(header)."""
-    if not frames or len(frames[0]) < _HEADER.size:
-        raise WireError("header", f"the first frame must have at least {_HEADER.size} bytes")
-    magic, version, _, epoch = _HEADER.unpack_from(frames[0])
+    num_bytes = len(frames[0]) if frames else 0
+    if num_bytes < _HEADER_OF_ANY_VERSION.size:
+        raise WireError("header", f"{num_bytes} bytes, at least {_HEADER_OF_ANY_VERSION.size} are needed")
+    magic, version, _, epoch = _HEADER_OF_ANY_VERSION.unpack_from(frames[0])
     if magic != _MAGIC:
         raise WireError("header", f"magic is {magic!r}, not {_MAGIC!r}")
     return Header(version, epoch)
 
 
-def encode(message: Any, epoch: int, limits: WireLimits = DEFAULT_LIMITS) -> list[Buffer]:
+def encode(message: Any, epoch: int, sequence: int, limits: WireLimits = DEFAULT_LIMITS) -> list[Buffer]:
     """The frames of `message`. Arrays (if C-contiguous) and blobs are not copied: leave them alone until sent.
 
     Raises:
@@ -107,16 +118,15 @@ def encode(message: Any, epoch: int, limits: WireLimits = DEFAULT_LIMITS) -> lis
             return len(payloads) - 1, value.dtype.str, value.shape
         if isinstance(value, Blob):
             payloads.append(memoryview(value.data).cast("B"))
-            return len(payloads) - 1
+            return len(payloads) - 1, len(payloads[-1])
         raise TypeError(f"{type(value).__name__} cannot be sent")
 
     try:
         body = msgspec.msgpack.Encoder(enc_hook=represent).encode(message)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError("body", str(error)) from error
-    frames: list[Buffer] = [pack_header(epoch), body, *payloads]
-    _check_sizes(frames, limits)
-    return frames
+    _check_sizes([body, *payloads], limits)
+    return [pack_header(epoch, sequence, num_frames=2 + len(payloads)), body, *payloads]
 
 
 class Decoder(Generic[MessageT]):
@@ -129,21 +139,24 @@ class Decoder(Generic[MessageT]):
             message_type, dec_hook=self._restore
         ).decode
 
-    def decode(self, frames: Sequence[Buffer]) -> tuple[int, MessageT]:
-        """The epoch and the message. Its arrays and blobs share memory with `frames`; take them as read-only.
+    def decode(self, frames: Sequence[Buffer]) -> Envelope[MessageT]:
+        """The message, its epoch and its sequence number. Its arrays and blobs share memory with `frames`; take them as read-only.
 
         Raises:
             WireError: see there. Anything but `header` and `version` is raised only for our own version.
         """
-        version, epoch = read_header(frames)
+        version, _ = read_header(frames)
         if version != PROTOCOL_VERSION:
             raise WireError("version", f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}")
-        if len(frames) < 2:
-            raise WireError("frames", "the body is missing")
-        _check_sizes(frames, self._limits)
+        if len(frames[0]) != _HEADER.size:
+            raise WireError("header", f"{len(frames[0])} bytes, version {version} has {_HEADER.size}")
+        _, _, num_frames, epoch, sequence = _HEADER.unpack_from(frames[0])
+        if len(frames) != num_frames or num_frames < 2:
+            raise WireError("frames", f"{len(frames)} frames arrived, the header says {num_frames}")
+        _check_sizes(frames[1:], self._limits)
         self._payloads = frames[2:]
         try:
-            return epoch, self._decode(frames[1])
+            return Envelope(epoch, sequence, self._decode(frames[1]))
         except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
             # msgspec wraps what a hook raises; ours is the better reason.
             if isinstance(error.__cause__, _PayloadError):
@@ -154,7 +167,12 @@ class Decoder(Generic[MessageT]):
 
     def _restore(self, expected: type, value: Any) -> Any:
         if expected is Blob:
-            return Blob(memoryview(self._payload(value)))
+            if not isinstance(value, list) or len(value) != 2:
+                raise _PayloadError("a blob must be [frame index, number of bytes]")
+            payload = self._payload(value[0])
+            if len(payload) != value[1]:
+                raise _PayloadError(f"a blob of {value[1]!r} bytes, the payload has {len(payload)}")
+            return Blob(memoryview(payload))
         if expected is np.ndarray:
             if not isinstance(value, list) or len(value) != 3:
                 raise _PayloadError("an array must be [frame index, dtype, shape]")
@@ -190,14 +208,13 @@ def _restore_array(payload: Buffer, dtype: Any, shape: Any) -> np.ndarray:
     return array if array.flags.aligned else array.copy()
 
 
-def _check_sizes(frames: Sequence[Buffer], limits: WireLimits) -> None:
-    if len(frames) > limits.max_frames:
-        raise WireError("frames", f"{len(frames)} frames, at most {limits.max_frames} are allowed")
-    if len(frames[1]) > limits.max_body_bytes:
-        raise WireError(
-            "too_large", f"the body has {len(frames[1])} bytes, at most {limits.max_body_bytes} are allowed"
-        )
-    sizes = [len(frame) for frame in frames]
+def _check_sizes(parts: Sequence[Buffer], limits: WireLimits) -> None:
+    """`parts`: the body and the payloads."""
+    if len(parts) >= limits.max_frames:
+        raise WireError("frames", f"{len(parts) + 1} frames, at most {limits.max_frames} are allowed")
+    sizes = [len(part) for part in parts]
+    if sizes[0] > limits.max_body_bytes:
+        raise WireError("too_large", f"the body has {sizes[0]} bytes, at most {limits.max_body_bytes} are allowed")
     if max(sizes) > limits.max_frame_bytes:
         raise WireError("too_large", f"a frame has {max(sizes)} bytes, at most {limits.max_frame_bytes} are allowed")
     if sum(sizes) > limits.max_total_bytes:

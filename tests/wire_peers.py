@@ -24,12 +24,15 @@ from ipc.messages import (
     EngineOutputs,
     EngineRequest,
     FrontendMessage,
+    Goodbye,
     Heartbeat,
     Hello,
+    Refused,
     RequestOutput,
     SamplingParams,
     Welcome,
 )
+from ipc.sequence import UNCOUNTED
 from ipc.sockets import make_dealer
 from tests.fake_runner import FakeRunner
 
@@ -83,13 +86,18 @@ def request(request_id: str, prompt: list[int], max_tokens: int = 20) -> EngineR
 
 
 class BareFrontend:
-    """A DEALER that sends what it is told and answers nothing by itself."""
+    """A DEALER that sends what it is told and answers nothing by itself.
+
+    It numbers what it sends and checks the numbers of what it gets.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, queue_messages: int = 1024) -> None:
         self.socket = make_dealer(context, endpoint, queue_messages=queue_messages)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(endpoint)
         self.epoch = 0
+        self.next_sequence = 1
+        self._expected = 0
         self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
 
     def hello(self) -> Welcome:
@@ -99,7 +107,10 @@ class BareFrontend:
         return welcome
 
     def send(self, message: FrontendMessage, epoch: int | None = None) -> None:
-        self.socket.send_multipart(encode(message, self.epoch if epoch is None else epoch))
+        is_counted = epoch is None and not isinstance(message, Goodbye)
+        sequence = self.next_sequence if is_counted else UNCOUNTED
+        self.socket.send_multipart(encode(message, self.epoch if epoch is None else epoch, sequence))
+        self.next_sequence += is_counted
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 20) -> None:
         self.send(AddRequest(request(request_id, prompt, max_tokens)))
@@ -110,9 +121,14 @@ class BareFrontend:
         while (wait_s := deadline_s - time.monotonic()) > 0:
             if not self.socket.poll(wait_s * 1000):
                 return None
-            epoch, message = self._decoder.decode(self.socket.recv_multipart())
+            epoch, sequence, message = self._decoder.decode(self.socket.recv_multipart())
             if isinstance(message, Welcome):
                 self.epoch = epoch
+            elif isinstance(message, Goodbye | Refused):
+                assert sequence == UNCOUNTED
+            else:
+                assert sequence == self._expected
+            self._expected = sequence + 1
             if isinstance(message, kind) if kind else not isinstance(message, Heartbeat):
                 return message
         return None

@@ -25,9 +25,11 @@ from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from ipc.codec import PROTOCOL_VERSION, encode, pack_header
 from ipc.messages import (
     EngineCapabilities,
+    EngineMessage,
     EngineOutputs,
     EngineRequest,
     ExtraKeySpan,
+    Goodbye,
     Heartbeat,
     Hello,
     Refused,
@@ -36,8 +38,10 @@ from ipc.messages import (
     SamplingParams,
     Welcome,
 )
+from ipc.sequence import UNCOUNTED
 from ipc.sockets import bind_router, make_dealer
 from tests.fake_runner import continuation
+from tests.mutations import mutate
 from tests.wire_peers import (
     ROOT,
     is_idle,
@@ -303,23 +307,32 @@ async def test_a_killed_frontend_leaves_nothing_in_the_engine(endpoint: str, cli
             assert (await collect(stream))[0] == continuation([3], 20)
 
 
+CAPABILITIES = EngineCapabilities("scripted", 100, 1000, 16, 8, "sha256", "00")
+
+
 class ScriptedEngine:
     """A ROUTER that says exactly what a test wants."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         self.router = bind_router(context, endpoint)
         self.identity = b""
+        self.next_sequence = 1
 
     async def say(self, *frames: object) -> None:
         await self.router.send_multipart([self.identity, *frames])
+
+    async def tell(self, message: EngineMessage, epoch: int) -> None:
+        """Say `message` with the next number of the session."""
+        sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
+        await self.say(*encode(message, epoch, sequence))
 
     async def welcome(self, epoch: int) -> None:
         """Answer the next hello; what was sent to an earlier session is passed over."""
         body = b""
         while body != msgspec.msgpack.encode(Hello()):
             self.identity, _, body = await self.router.recv_multipart()
-        capabilities = EngineCapabilities("scripted", 100, 1000, 16, 8, "sha256", "00")
-        await self.say(*encode(Welcome(capabilities), epoch))
+        self.next_sequence = 1
+        await self.tell(Welcome(CAPABILITIES), epoch)
 
 
 @pytest.fixture
@@ -332,7 +345,7 @@ async def scripted(endpoint: str) -> AsyncIterator[ScriptedEngine]:
 async def keep_alive(engine: ScriptedEngine, epoch: int, work: Awaitable[None]) -> None:
     async def beat() -> None:
         while True:
-            await engine.say(*encode(Heartbeat(), epoch))
+            await engine.tell(Heartbeat(), epoch)
             await asyncio.sleep(0.1)
 
     beating = asyncio.create_task(beat())
@@ -346,9 +359,9 @@ async def test_outputs_of_another_epoch_are_dropped_and_counted(client: EngineCl
     async def work() -> None:
         await client.wait_ready(20)
         async with client.submit(request("r", [1])) as stream:
-            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [666])]), 41))
-            await scripted.say(*encode(EngineOutputs([RequestOutput("unknown", [5], finish_reason="stop")]), 42))
-            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [7], finish_reason="stop")]), 42))
+            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [666])]), 41, 2))
+            await scripted.tell(EngineOutputs([RequestOutput("unknown", [5], finish_reason="stop")]), 42)
+            await scripted.tell(EngineOutputs([RequestOutput("r", [7], finish_reason="stop")]), 42)
             assert (await collect(stream))[0] == [7]
         assert client.drops.counts == {"stale_epoch": 1}
 
@@ -361,8 +374,8 @@ async def test_tokens_before_an_error_are_handed_over_first(client: EngineClient
         await client.wait_ready(20)
         async with client.submit(request("r", [1])) as stream:
             error = RequestError("overloaded", "too slow")
-            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [1, 2])]), 1))
-            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [], finish_reason="abort", error=error)]), 1))
+            await scripted.tell(EngineOutputs([RequestOutput("r", [1, 2])]), 1)
+            await scripted.tell(EngineOutputs([RequestOutput("r", [], finish_reason="abort", error=error)]), 1)
             await until(lambda: client.num_in_flight == 0)
             assert (await anext(stream)).new_token_ids == [1, 2]
             with pytest.raises(RequestRefusedError, match="too slow"):
@@ -374,7 +387,7 @@ async def test_tokens_before_an_error_are_handed_over_first(client: EngineClient
 
 @pytest.mark.parametrize(
     ("reason", "frames"),
-    [("header", [b"HTTP/1.1 200 OK", b""]), ("frames", [pack_header(1)]), ("body", [pack_header(1), b"\xc1"])],
+    [("header", [b"HTTP/1.1 200 OK", b""]), ("frames", [pack_header(1, 2)]), ("body", [pack_header(1, 2), b"\xc1"])],
 )
 async def test_an_unreadable_message_ends_the_session(
     client: EngineClient, scripted: ScriptedEngine, reason: str, frames: list[bytes]
@@ -391,30 +404,96 @@ async def test_an_unreadable_message_ends_the_session(
     await client.wait_ready(20)
 
 
-async def test_hundreds_of_malformed_messages_do_no_harm(client: EngineClient, scripted: ScriptedEngine) -> None:
+@pytest.mark.parametrize("num_sessions", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1200)
+async def test_any_number_of_malformed_messages_does_no_harm(endpoint: str, num_sessions: int) -> None:
+    # A retry waits half a heartbeat or so: sessions follow one another quickly.
     rng = random.Random(0)
-    good = encode(EngineOutputs([RequestOutput("x", [1, 2, 3])]), 1)
-    for _ in range(20):
-        await scripted.welcome(1)
-        for n in range(50):
-            frames = [bytearray(frame) for frame in good]
-            for _ in range(rng.randint(1, 4)):
-                frames[1][rng.randrange(len(frames[1]))] = rng.randrange(256)
-            if n % 5 == 0:
-                frames = [bytearray(rng.randbytes(rng.randrange(1, 40))) for _ in range(rng.randint(1, 4))]
-            # The first that cannot be read ends the session, and with it the connection.
+    context = zmq.asyncio.Context()
+    scripted = ScriptedEngine(context, endpoint)
+    client = EngineClient(endpoint, heartbeat_interval_s=0.05, heartbeat_timeout_s=2.0)
+    await client.start()
+    messages = [
+        Heartbeat(),
+        Goodbye(),
+        Welcome(CAPABILITIES),
+        Refused("no"),
+        EngineOutputs([RequestOutput("r", [1, 2, 3], 16, "error", error=RequestError("invalid", "bad", "seed"))]),
+    ]
+    num_said = 0
+    for epoch in range(1, num_sessions + 1):
+        await scripted.welcome(epoch)
+        await client.wait_ready(20)
+        stream = client.submit(request("r", [1]))
+        ending = asyncio.create_task(collect(stream))
+        while client.state == "ready" and num_said < 100 * epoch:
+            good = encode(rng.choices(messages, (1, 1, 1, 1, 8))[0], epoch, scripted.next_sequence)
+            # The connection may have ended.
             with contextlib.suppress(zmq.ZMQError):
-                await scripted.say(*frames)
+                await scripted.say(*mutate(good, rng))
+            scripted.next_sequence += rng.random() < 0.5
+            num_said += 1
+            await asyncio.sleep(0)
+        # Whatever came, its stream has not been forgotten.
+        if client.state == "ready":
+            await scripted.say(*encode(Goodbye(), epoch, UNCOUNTED))
+        async with asyncio.timeout(20):
+            await asyncio.gather(ending, return_exceptions=True)
 
     async def work() -> None:
         await client.wait_ready(20)
         async with client.submit(request("r", [1])) as stream:
-            await scripted.say(*encode(EngineOutputs([RequestOutput("r", [7], finish_reason="stop")]), 1))
+            await scripted.tell(EngineOutputs([RequestOutput("r", [7], finish_reason="stop")]), 1)
             assert (await collect(stream))[0] == [7]
-        assert client.drops.counts["body"] + client.drops.counts["header"] == 20
+
+    assert min(client.drops.counts[reason] for reason in ("body", "header", "frames", "lost", "stale_epoch")) > 0
+    await scripted.welcome(1)
+    await keep_alive(scripted, 1, work())
+    await client.close()
+    context.destroy(linger=0)
+
+
+async def test_a_message_that_never_comes_ends_the_session(client: EngineClient, scripted: ScriptedEngine) -> None:
+    await scripted.welcome(1)
+    await client.wait_ready(20)
+    stream = client.submit(request("r", [1]))
+    await scripted.tell(EngineOutputs([RequestOutput("r", [5])]), 1)
+    scripted.next_sequence += 1
+    # Also if it was the last: heartbeats are counted.
+    await scripted.tell(Heartbeat(), 1)
+    assert (await anext(stream)).new_token_ids == [5]
+    with pytest.raises(EngineUnavailableError, match="messages were lost: message 4 of the engine, expected 3"):
+        await anext(stream)
+    assert client.drops.counts == {"lost": 1}
+    await scripted.welcome(2)
+    await client.wait_ready(20)
+
+
+async def test_a_message_that_comes_twice_is_taken_once(client: EngineClient, scripted: ScriptedEngine) -> None:
+    async def work() -> None:
+        await client.wait_ready(20)
+        async with client.submit(request("r", [1])) as stream:
+            await scripted.tell(EngineOutputs([RequestOutput("r", [5])]), 1)
+            scripted.next_sequence -= 1
+            await scripted.tell(EngineOutputs([RequestOutput("r", [5])]), 1)
+            await scripted.say(*encode(Welcome(CAPABILITIES), 1, 1))
+            await scripted.tell(EngineOutputs([RequestOutput("r", [7], finish_reason="stop")]), 1)
+            assert (await collect(stream))[0] == [5, 7]
+        assert client.drops.counts == {"duplicate": 2}
 
     await scripted.welcome(1)
     await keep_alive(scripted, 1, work())
+
+
+async def test_an_engine_that_begins_anew_has_given_up_what_was_in_flight(
+    client: EngineClient, scripted: ScriptedEngine
+) -> None:
+    await scripted.welcome(1)
+    await client.wait_ready(20)
+    stream = client.submit(request("r", [1]))
+    await scripted.tell(Welcome(CAPABILITIES), 1)
+    with pytest.raises(EngineUnavailableError, match="began the session anew"):
+        await anext(stream)
 
 
 async def test_a_client_without_file_descriptors_goes_on_trying(
@@ -456,7 +535,7 @@ async def test_an_engine_of_another_version_is_down_with_the_reason(
     client: EngineClient, scripted: ScriptedEngine
 ) -> None:
     scripted.identity, *_ = await scripted.router.recv_multipart()
-    await scripted.say(pack_header(9, version=PROTOCOL_VERSION + 1), b"\xc1 of another age")
+    await scripted.say(pack_header(9, 1, version=PROTOCOL_VERSION + 1), b"\xc1 of another age")
     await until(lambda: client.state == "down")
     assert client.down_reason is not None and f"protocol {PROTOCOL_VERSION + 1}" in client.down_reason
     assert client.drops.counts == {"version": 1}
@@ -464,7 +543,7 @@ async def test_an_engine_of_another_version_is_down_with_the_reason(
         client.submit(request("r", [1]))
     # It keeps asking: the engine may be replaced by one that fits.
     scripted.identity, *_ = await scripted.router.recv_multipart()
-    await scripted.say(*encode(Refused("not today"), 9))
+    await scripted.say(*encode(Refused("not today"), 9, UNCOUNTED))
     await until(lambda: client.down_reason == "the engine refused the connection: not today")
     await scripted.welcome(9)
     await client.wait_ready(20)
