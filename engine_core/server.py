@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ipc.logs import configure_logging
-from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor
+from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_open_files_limit
 from ipc.sockets import check_private, socket_path
 
 from .config import EngineConfig
@@ -108,6 +108,7 @@ def run_process(build_engine: Callable[[], EngineCore], endpoint: str, settings:
     """Everything a process around `EngineCoreServer` needs: log, signals, supervisor, exit code."""
     configure_logging("engine")
     exit_with_supervisor(endpoint)
+    raise_open_files_limit()
     # While loading there is nobody to say goodbye to.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     started_s = time.monotonic()

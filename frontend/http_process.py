@@ -25,7 +25,7 @@ from frontend.openai.serving import ServedModel, Serving
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
 from ipc.logs import configure_logging
-from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor
+from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_open_files_limit
 
 from .api_key import take_api_keys
 from .app import create_app
@@ -129,6 +129,7 @@ def main() -> int:
     configure_logging("http")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     exit_with_supervisor()
+    raise_open_files_limit()
     _keep_torch_out()
     try:
         api_keys = take_api_keys()

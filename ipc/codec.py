@@ -140,7 +140,7 @@ class Decoder(Generic[MessageT]):
         ).decode
 
     def decode(self, frames: Sequence[Buffer]) -> Envelope[MessageT]:
-        """The message, its epoch and its sequence number. Its arrays and blobs share memory with `frames`; take them as read-only.
+        """The message, its epoch and its number. Its arrays and blobs share memory with `frames`: they are read-only.
 
         Raises:
             WireError: see there. Anything but `header` and `version` is raised only for our own version.

@@ -1,4 +1,4 @@
-"""What a supervisor and its child processes agree on: how a child learns that it is an orphan, and one exit code.
+"""What processes that serve have in common: how a child learns that it is an orphan, one exit code, open files.
 
 The supervisor holds the write end of a pipe whose read end is the child's standard input. It never writes; when it
 dies, however it dies, the kernel closes the pipe.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ SUPERVISED_ENV = "FOREWORD_SUPERVISED"
 STARTUP_FAILURE_EXIT_CODE = 78
 
 _GRACE_S = 5.0
+_ENOUGH_OPEN_FILES = 65_536
 
 
 def exit_with_supervisor(endpoint: str | None = None) -> None:
@@ -33,6 +35,15 @@ def exit_with_supervisor(endpoint: str | None = None) -> None:
     # Not for grandchildren: their standard input is another.
     if os.environ.pop(SUPERVISED_ENV, None) == "1":
         threading.Thread(target=_wait_for_end_of_stdin, args=(endpoint,), name="supervisor-watch", daemon=True).start()
+
+
+def raise_open_files_limit() -> None:
+    """Every connection is an open file: allow this process 65,536, or as many as the hard limit has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        logger.info("open_files_limit_raised soft=%d was=%d hard=%d", wanted, soft, hard)
 
 
 def _wait_for_end_of_stdin(endpoint: str | None) -> None:

@@ -1,0 +1,216 @@
+"""Whatever happens to messages between a frontend and its engine: right tokens, an error or a counted drop. No hang."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_core.frontend_link import LinkSettings
+from engine_core.server import EngineCoreServer
+from frontend.engine_client import EngineClient, EngineUnavailableError, RequestRefusedError
+from ipc.codec import Decoder, encode
+from ipc.messages import (
+    AddRequest,
+    EngineMessage,
+    EngineOutputs,
+    FrontendMessage,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Welcome,
+)
+from tests.fake_runner import continuation
+from tests.meddling_proxy import Direction, Frames, MeddlingProxy, meddling_proxy
+from tests.wire_peers import is_idle, private_endpoint, request, running_server, wait_until
+
+LIVENESS_S = 30.0
+HEARTBEAT_S = 0.1
+
+Change = Callable[[Frames], list[Frames]]
+
+
+def lose(frames: Frames) -> list[Frames]:
+    return []
+
+
+def duplicate(frames: Frames) -> list[Frames]:
+    return [frames, frames]
+
+
+def cut_body(frames: Frames) -> list[Frames]:
+    return [[frames[0], frames[1][:-1]]]
+
+
+def cut_header(frames: Frames) -> list[Frames]:
+    return [[frames[0][:-1], frames[1]]]
+
+
+def lose_frame(frames: Frames) -> list[Frames]:
+    return [frames[:1]]
+
+
+def as_of_an_older_version(frames: Frames) -> list[Frames]:
+    return [[frames[0][:4] + b"\1\0" + frames[0][6:], frames[1]]]
+
+
+def as_of_another_epoch(frames: Frames) -> list[Frames]:
+    return [[frames[0][:8] + bytes([frames[0][8] ^ 1]) + frames[0][9:], frames[1]]]
+
+
+CHANGES: list[Change] = [
+    lose,
+    duplicate,
+    cut_body,
+    cut_header,
+    lose_frame,
+    as_of_an_older_version,
+    as_of_another_epoch,
+]
+# Which drop counter shows it; the loss of what comes first or last shows otherwise.
+REASONS = {duplicate: "duplicate", cut_body: "body", cut_header: "header", lose_frame: "frames"}
+
+
+class Replace:
+    """Changes the first message of one kind, or holds it back until the next message has passed it."""
+
+    def __init__(self, kind: type[FrontendMessage | EngineMessage], change: Change | None, skip: int = 0) -> None:
+        self._kind = kind
+        self._change = change
+        self._skip = skip
+        self._held: Frames | None = None
+        self.is_done = False
+
+    def __call__(self, direction: Direction, frames: Frames) -> list[Frames]:
+        if self._held is not None:
+            held, self._held = self._held, None
+            return [frames, held]
+        if self.is_done or not self._is_it(direction, frames):
+            return [frames]
+        self.is_done = True
+        if self._change is not None:
+            return self._change(frames)
+        self._held = frames
+        return []
+
+    def _is_it(self, direction: Direction, frames: Frames) -> bool:
+        decoder = Decoder[object](FrontendMessage if direction == "to_engine" else EngineMessage)
+        if not isinstance(decoder.decode(frames).message, self._kind):
+            return False
+        self._skip -= 1
+        return self._skip < 0
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[EngineCoreServer]:
+    settings = LinkSettings(heartbeat_interval_s=HEARTBEAT_S, frontend_timeout_s=2.0)
+    with running_server(private_endpoint(tmp_path), step_s=0.002, settings=settings) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(tmp_path: Path, engine: EngineCoreServer) -> Iterator[MeddlingProxy]:
+    with meddling_proxy(f"ipc://{tmp_path}/p", f"ipc://{tmp_path}/e") as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def client(tmp_path: Path, proxy: MeddlingProxy) -> AsyncIterator[EngineClient]:
+    client = EngineClient(f"ipc://{tmp_path}/p", heartbeat_interval_s=HEARTBEAT_S, heartbeat_timeout_s=1.0)
+    yield client
+    await client.close()
+
+
+async def outcome(client: EngineClient, request_id: str, prompt: list[int], num_tokens: int) -> str:
+    """How a request went: `finished`, `failed` or `refused`. Its tokens were right in any case."""
+    tokens: list[int] = []
+    expected = continuation(prompt, num_tokens)
+    try:
+        async with asyncio.timeout(LIVENESS_S):
+            await client.wait_ready()
+            async with client.submit(request(request_id, prompt, num_tokens)) as stream:
+                async for output in stream:
+                    tokens += output.new_token_ids
+    except EngineUnavailableError:
+        assert tokens == expected[: len(tokens)]
+        return "failed"
+    except RequestRefusedError:
+        assert tokens == expected[: len(tokens)]
+        return "refused"
+    assert tokens == expected
+    return "finished"
+
+
+async def serves_as_before(client: EngineClient, engine: EngineCoreServer) -> None:
+    async with asyncio.timeout(LIVENESS_S):
+        # The session that suffered may end yet.
+        while await outcome(client, "afterwards", [7, 8], 20) != "finished":
+            await asyncio.sleep(HEARTBEAT_S)
+    assert client.num_in_flight == 0
+    await asyncio.to_thread(wait_until, lambda: is_idle(engine.engine))
+
+
+@pytest.mark.parametrize("change", [*CHANGES, None], ids=lambda change: change.__name__ if change else "overtaken")
+@pytest.mark.parametrize(
+    ("kind", "skip"), [(AddRequest, 1), (EngineOutputs, 0), (EngineOutputs, 29), (Heartbeat, 1), (Hello, 0), (Welcome, 0)]
+)
+async def test_one_message_that_does_not_arrive_as_it_was_sent(
+    engine: EngineCoreServer,
+    proxy: MeddlingProxy,
+    client: EngineClient,
+    kind: type[FrontendMessage | EngineMessage],
+    skip: int,
+    change: Change | None,
+) -> None:
+    proxy.meddle = replace = Replace(kind, change, skip)
+    await client.start()
+    outcomes = await asyncio.gather(*(outcome(client, f"r{n}", [n + 1], 200) for n in range(3)))
+    await asyncio.to_thread(wait_until, lambda: replace.is_done)
+    await serves_as_before(client, engine)
+    drops = client.drops.counts + engine.link.drops.counts
+    if change is duplicate:
+        assert outcomes == ["finished"] * 3
+    elif kind not in {Hello, Welcome, Heartbeat}:
+        assert "failed" in outcomes
+    if change in REASONS:
+        assert drops[REASONS[change]] >= 1
+    elif kind is EngineOutputs:
+        assert drops["lost"] + drops["version"] >= 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_random_faults_under_load(
+    engine: EngineCoreServer, proxy: MeddlingProxy, client: EngineClient, seed: int
+) -> None:
+    rng = random.Random(seed)
+    passed: list[tuple[Direction, Frames]] = []
+
+    def meddle(direction: Direction, frames: Frames) -> list[Frames]:
+        passed.append((direction, frames))
+        if rng.random() > 0.01:
+            return [frames]
+        if rng.random() < 0.3:
+            # Anything from the past, of this session or of an earlier one.
+            return [frames, rng.choice([old for way, old in passed if way == direction])]
+        if rng.random() < 0.1:
+            return [frames, encode(Goodbye(), engine.link.epoch ^ 1, rng.randrange(9))]
+        return rng.choice(CHANGES)(frames)
+
+    await client.start()
+    proxy.meddle = meddle
+    outcomes: Counter[str] = Counter()
+
+    async def ask(worker: int) -> None:
+        for n in range(20):
+            outcomes[await outcome(client, f"{worker}-{n}", [worker + 1, n + 1], rng.randint(1, 40))] += 1
+
+    await asyncio.gather(*(ask(worker) for worker in range(8)))
+    proxy.meddle = None
+    assert outcomes["finished"] > 0 and outcomes["failed"] > 0
+    assert proxy.num_changed["to_engine"] > 0 and proxy.num_changed["to_frontend"] > 0
+    assert (client.drops.counts + engine.link.drops.counts).total() > 0
+    await serves_as_before(client, engine)

@@ -1,0 +1,31 @@
+"""A process that serves many connections allows itself as many open files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_RAISE = """
+import logging, resource, sys
+from ipc.process import raise_open_files_limit
+
+soft, hard = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+raise_open_files_limit()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "said"),
+    [
+        (256, 2048, ["open_files_limit_raised soft=2048 was=256 hard=2048", "2048 2048"]),
+        (2048, 2048, ["2048 2048"]),
+    ],
+)
+def test_the_soft_limit_is_raised_to_the_hard_one(soft: int, hard: int, said: list[str]) -> None:
+    argv = [sys.executable, "-c", _RAISE, str(soft), str(hard)]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines() == said
