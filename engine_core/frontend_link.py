@@ -203,8 +203,9 @@ class FrontendLink:
                 self._flush()
                 self._beat()
             self._flush()
-            for frontend in self._frontends.values():
-                self._send(frontend.identity, Goodbye(), UNCOUNTED)
+            # A copy: who turns out to be gone is forgotten.
+            for identity in list(self._frontends):
+                self._send(identity, Goodbye(), UNCOUNTED)
         except Exception:
             logger.exception("frontend_link_failed")
             self._commands.put(Stop(1))

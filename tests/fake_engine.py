@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+import msgspec
+
 from engine_core.config import EngineConfig
 from engine_core.engine import EngineCore
 from engine_core.errors import InvalidConfigError
@@ -18,12 +20,14 @@ def main() -> int:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--num-blocks", type=int, default=4096)
     parser.add_argument("--fail", action="store_true", help="do not start, as with an impossible configuration")
+    parser.add_argument("--config", default="{}", help="EngineConfig as JSON")
     arguments = parser.parse_args()
 
     def build_engine() -> EngineCore:
         if arguments.fail:
             raise InvalidConfigError("block_size: this engine was told to fail")
-        return EngineCore(EngineConfig(), FakeRunner(step_s=arguments.step_s, num_blocks=arguments.num_blocks))
+        config = msgspec.json.decode(arguments.config, type=EngineConfig)
+        return EngineCore(config, FakeRunner(num_blocks=arguments.num_blocks, step_s=arguments.step_s))
 
     return run_process(build_engine, arguments.endpoint)
 

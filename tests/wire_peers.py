@@ -73,9 +73,10 @@ def running_server(
         assert not thread.is_alive()
 
 
-def start_engine(endpoint: str, step_s: float = 0.0) -> subprocess.Popen[bytes]:
+def start_engine(endpoint: str, step_s: float = 0.0, *options: str) -> subprocess.Popen[bytes]:
+    """`options` are `tests.fake_engine`'s."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.fake_engine", endpoint, "--step-s", str(step_s)],
+        [sys.executable, "-m", "tests.fake_engine", endpoint, "--step-s", str(step_s), *options],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
     )

@@ -386,6 +386,20 @@ def test_stopping_says_goodbye_after_what_was_published(endpoint: str, connect: 
     assert exit_codes == [0]
 
 
+def test_stopping_says_goodbye_also_when_others_have_gone_without_a_word(endpoint: str, connect: Connect) -> None:
+    # No heartbeat finds out before.
+    with running_server(endpoint, settings=LinkSettings(heartbeat_interval_s=300)) as server:
+        frontends = [connect() for _ in range(4)]
+        for frontend in frontends:
+            frontend.hello()
+        *gone, last = frontends
+        for frontend in gone:
+            frontend.socket.close(linger=0)
+        time.sleep(0.2)
+        server.stop()
+        assert isinstance(last.receive(), Goodbye)
+
+
 class BrokenEngine(EngineCore):
     def step(self) -> EngineOutputs:
         raise RuntimeError("an invariant does not hold")

@@ -156,7 +156,8 @@ async def serves_as_before(client: EngineClient, engine: EngineCoreServer) -> No
 
 @pytest.mark.parametrize("change", [*CHANGES, None], ids=lambda change: change.__name__ if change else "overtaken")
 @pytest.mark.parametrize(
-    ("kind", "skip"), [(AddRequest, 1), (EngineOutputs, 0), (EngineOutputs, 29), (Heartbeat, 1), (Hello, 0), (Welcome, 0)]
+    ("kind", "skip"),
+    [(AddRequest, 1), (EngineOutputs, 0), (EngineOutputs, 29), (Heartbeat, 1), (Hello, 0), (Welcome, 0)],
 )
 async def test_one_message_that_does_not_arrive_as_it_was_sent(
     engine: EngineCoreServer,
