@@ -21,7 +21,7 @@ _POLL_MS = 20
 
 
 class MeddlingProxy:
-    """`meddle` may be exchanged at any time. `num_changed` counts the messages that did not arrive as they were sent."""
+    """`meddle` may be exchanged at any time. `num_changed` counts the messages that arrived otherwise than sent."""
 
     def __init__(self, endpoint: str, engine_endpoint: str) -> None:
         self.meddle: Meddle | None = None

@@ -148,7 +148,7 @@ async def outcome(client: EngineClient, request_id: str, prompt: list[int], num_
 async def serves_as_before(client: EngineClient, engine: EngineCoreServer) -> None:
     async with asyncio.timeout(LIVENESS_S):
         # The session that suffered may end yet.
-        while await outcome(client, "afterwards", [7, 8], 20) != "finished":
+        while await outcome(client, "afterwards", [7, 8], 20) != "finished":  # noqa: ASYNC110 - it may be another's end
             await asyncio.sleep(HEARTBEAT_S)
     assert client.num_in_flight == 0
     await asyncio.to_thread(wait_until, lambda: is_idle(engine.engine))
