@@ -15,7 +15,6 @@ dropped and counted. From strangers such messages are only counted. Either way e
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import os
@@ -24,14 +23,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
 
 import msgspec
 import zmq
 
-from ipc.codec import PROTOCOL_VERSION, Decoder, WireError, encode, read_header
+from ipc.codec import PROTOCOL_VERSION, Decoder, WireError, read_header
 from ipc.drops import DropCounter
 from ipc.messages import (
     AbortRequests,
@@ -53,11 +52,11 @@ from ipc.messages import (
     Stats,
     Welcome,
 )
-from ipc.sequence import UNCOUNTED, judge
 from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
 from ipc.stats import EngineStats, PrefixCacheReset
 
 from .errors import InvalidRequestError
+from .frontend_session import FrontendLostError, FrontendSession, send
 from .request import Request
 
 logger = logging.getLogger(__name__)
@@ -108,21 +107,6 @@ class Stop:
 Command: TypeAlias = Add | Abort | Reset | Stop
 
 
-@dataclass(slots=True, eq=False)
-class _Frontend:
-    """One session. `engine_ids` has its unfinished requests: its own id → the engine's.
-
-    `expected` is the number its next message must have, `next_sequence` that of the next one to it.
-    """
-
-    identity: bytes
-    last_heard_s: float
-    expected: int
-    next_sequence: int = 1
-    engine_ids: dict[str, str] = field(default_factory=dict)
-    backlog: deque[EngineMessage] = field(default_factory=deque)
-
-
 class FrontendLink:
     """Serves frontends at an endpoint until stopped.
 
@@ -151,11 +135,11 @@ class FrontendLink:
         self._commands = commands
         self._settings = settings
         self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
-        self._frontends: dict[bytes, _Frontend] = {}
-        self._requests: dict[str, tuple[_Frontend, str]] = {}
+        self._frontends: dict[bytes, FrontendSession] = {}
+        self._requests: dict[str, tuple[FrontendSession, str]] = {}
         self._serial = itertools.count()
         self._outbox: deque[EngineOutputs] = deque()
-        self._answers: deque[tuple[_Frontend, EngineMessage]] = deque()
+        self._answers: deque[tuple[FrontendSession, EngineMessage]] = deque()
         self._stopping = False
         self._next_beat_s = time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -203,9 +187,8 @@ class FrontendLink:
                 self._flush()
                 self._beat()
             self._flush()
-            # A copy: who turns out to be gone is forgotten.
-            for identity in list(self._frontends):
-                self._send(identity, Goodbye(), UNCOUNTED)
+            for identity in self._frontends:
+                self._tell(identity, Goodbye())
         except Exception:
             logger.exception("frontend_link_failed")
             self._commands.put(Stop(1))
@@ -240,7 +223,7 @@ class FrontendLink:
             if error.reason == "version":
                 version = read_header(frames).version
                 reason = f"the engine speaks protocol {PROTOCOL_VERSION}, the frontend {version}"
-                self._send(identity, Refused(reason), UNCOUNTED)
+                self._tell(identity, Refused(reason))
             if frontend is not None:
                 self._end(frontend, "unreadable_message")
             return
@@ -253,7 +236,7 @@ class FrontendLink:
         if frontend is None:
             # It was given up while it was silent and does not know yet.
             self.drops.add("no_session", type(message).__name__)
-            self._send(identity, Goodbye(), UNCOUNTED)
+            self._tell(identity, Goodbye())
             return
         if isinstance(message, Goodbye):
             self._forget(frontend, "goodbye")
@@ -270,20 +253,19 @@ class FrontendLink:
         elif isinstance(message, ResetPrefixCache):
             self._commands.put(Reset(message.reset_running_requests, self._answer_reset(frontend, message.call_id)))
 
-    def _is_next(self, frontend: _Frontend, sequence: int) -> bool:
+    def _is_next(self, frontend: FrontendSession, sequence: int) -> bool:
         """Whether this message is to be taken. One that shows that others were lost ends the session."""
-        verdict = judge(sequence, frontend.expected)
-        if verdict == "next":
-            frontend.expected += 1
-            return True
-        self.drops.add(verdict, f"message {sequence} of {peer_name(frontend.identity)}, expected {frontend.expected}")
+        verdict = frontend.judge(sequence)
+        if verdict != "next":
+            detail = f"message {sequence} of {peer_name(frontend.identity)}, expected {frontend.expected}"
+            self.drops.add(verdict, detail)
         if verdict == "lost":
             self._end(frontend, "lost_message")
-        return False
+        return verdict == "next"
 
-    def _greet(self, identity: bytes, frontend: _Frontend | None, sequence: int) -> None:
+    def _greet(self, identity: bytes, frontend: FrontendSession | None, sequence: int) -> None:
         if frontend is None:
-            frontend = self._frontends[identity] = _Frontend(identity, time.monotonic(), sequence + 1)
+            frontend = self._frontends[identity] = FrontendSession(identity, time.monotonic(), sequence + 1)
             logger.debug("frontend_joined frontend=%s", peer_name(identity))
         elif sequence < frontend.expected:
             self.drops.add("duplicate", f"hello {sequence} of {peer_name(identity)}, expected {frontend.expected}")
@@ -296,7 +278,7 @@ class FrontendLink:
             frontend.expected = sequence + 1
         self._enqueue(frontend, Welcome(self._capabilities))
 
-    def _add(self, frontend: _Frontend, request: EngineRequest) -> None:
+    def _add(self, frontend: FrontendSession, request: EngineRequest) -> None:
         own_id = request.request_id
         if (num_bytes := len(own_id.encode())) > _MAX_REQUEST_ID_BYTES:
             message = f"request_id: has {num_bytes} bytes, at most {_MAX_REQUEST_ID_BYTES} are allowed"
@@ -324,21 +306,21 @@ class FrontendLink:
         self._requests[engine_id] = (frontend, own_id)
         self._commands.put(Add(prepared))
 
-    def _answer_reset(self, frontend: _Frontend, call_id: int) -> Callable[[PrefixCacheReset], None]:
+    def _answer_reset(self, frontend: FrontendSession, call_id: int) -> Callable[[PrefixCacheReset], None]:
         def answer(result: PrefixCacheReset) -> None:
             self._answers.append((frontend, PrefixCacheWasReset(call_id, result)))
             self._wake()
 
         return answer
 
-    def _abort(self, frontend: _Frontend, own_ids: Iterable[str]) -> None:
+    def _abort(self, frontend: FrontendSession, own_ids: Iterable[str]) -> None:
         engine_ids = [frontend.engine_ids.pop(own_id) for own_id in own_ids if own_id in frontend.engine_ids]
         for engine_id in engine_ids:
             del self._requests[engine_id]
         if engine_ids:
             self._commands.put(Abort(engine_ids))
 
-    def _forget(self, frontend: _Frontend, reason: str) -> None:
+    def _forget(self, frontend: FrontendSession, reason: str) -> None:
         if self._frontends.pop(frontend.identity, None) is None:
             return
         logger.info(
@@ -350,17 +332,17 @@ class FrontendLink:
         self._abort(frontend, list(frontend.engine_ids))
         frontend.backlog.clear()
 
-    def _end(self, frontend: _Frontend, reason: str) -> None:
+    def _end(self, frontend: FrontendSession, reason: str) -> None:
         """Give the session up and say so: now if possible, else in answer to the frontend's next message."""
         self._forget(frontend, reason)
-        self._send(frontend.identity, Goodbye(), UNCOUNTED)
+        self._tell(frontend.identity, Goodbye())
 
-    def _refuse(self, frontend: _Frontend, own_id: str, error: RequestError) -> None:
+    def _refuse(self, frontend: FrontendSession, own_id: str, error: RequestError) -> None:
         self._enqueue(frontend, EngineOutputs([RequestOutput(own_id, [], finish_reason="error", error=error)]))
 
     def _flush(self) -> None:
         for frontend in list(self._frontends.values()):
-            while frontend.backlog and self._send_counted(frontend, frontend.backlog[0]):
+            while frontend.backlog and self._send(frontend, frontend.backlog[0]):
                 frontend.backlog.popleft()
         while self._outbox:
             self._route(self._outbox.popleft())
@@ -370,7 +352,7 @@ class FrontendLink:
                 self._enqueue(frontend, answer)
 
     def _route(self, outputs: EngineOutputs) -> None:
-        shares: dict[_Frontend, list[RequestOutput]] = {}
+        shares: dict[FrontendSession, list[RequestOutput]] = {}
         for output in outputs.outputs:
             # Unknown is what was aborted while its step ran.
             if (entry := self._requests.get(output.request_id)) is None:
@@ -384,8 +366,8 @@ class FrontendLink:
         for frontend, share in shares.items():
             self._enqueue(frontend, EngineOutputs(share))
 
-    def _enqueue(self, frontend: _Frontend, message: EngineMessage) -> None:
-        if not frontend.backlog and self._send_counted(frontend, message):
+    def _enqueue(self, frontend: FrontendSession, message: EngineMessage) -> None:
+        if not frontend.backlog and self._send(frontend, message):
             return
         if frontend.identity not in self._frontends:
             return
@@ -403,31 +385,22 @@ class FrontendLink:
             # It sends and sends, and reads nothing: not even refusals can be kept for it.
             self._end(frontend, "overflow")
 
-    def _send_counted(self, frontend: _Frontend, message: EngineMessage) -> bool:
-        """As `_send`, with the session's next number, which an attempt without success leaves to the next."""
-        sent = self._send(frontend.identity, message, frontend.next_sequence)
-        if sent:
-            frontend.next_sequence += 1
-        return sent
-
-    def _send(self, identity: bytes, message: EngineMessage, sequence: int) -> bool:
-        """False if the peer's queue is full. A peer that is gone is forgotten; one whose message is too large, too."""
+    def _send(self, frontend: FrontendSession, message: EngineMessage) -> bool:
+        """False if its queue is full, or if it is lost: then it has been forgotten."""
         try:
-            self._router.send_multipart([identity, *encode(message, self.epoch, sequence)], zmq.DONTWAIT, copy=False)
-        except zmq.Again:
+            return frontend.send(self._router, self.epoch, message)
+        except FrontendLostError as error:
+            if error.reason == "disconnected":
+                self._forget(frontend, error.reason)
+            else:
+                logger.error("message_unsendable frontend=%s reason=%.200r", peer_name(frontend.identity), error.detail)
+                self._end(frontend, error.reason)
             return False
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            if (frontend := self._frontends.get(identity)) is not None:
-                self._forget(frontend, "disconnected")
-            return False
-        except WireError as error:
-            logger.error("message_unsendable frontend=%s reason=%.200r", peer_name(identity), str(error))
-            if (frontend := self._frontends.get(identity)) is not None:
-                self._end(frontend, "unsendable_message")
-            return False
-        return True
+
+    def _tell(self, identity: bytes, message: Goodbye | Refused) -> None:
+        """Outside any session: to a peer that has none, or has none any more. If it is gone already, all the better."""
+        with contextlib.suppress(FrontendLostError):
+            send(self._router, identity, self.epoch, message)
 
     def _beat(self) -> None:
         now_s = time.monotonic()
@@ -444,7 +417,7 @@ class FrontendLink:
                 self._end(frontend, "silent")
             elif not frontend.backlog:
                 # What waits is as good a sign of life, and a heartbeat must not overtake a welcome.
-                self._send_counted(frontend, Heartbeat())
+                self._send(frontend, Heartbeat())
 
 
 def _not_reading(settings: LinkSettings) -> RequestError:

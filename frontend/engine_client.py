@@ -42,7 +42,7 @@ from ipc.messages import (
     Stats,
     Welcome,
 )
-from ipc.sequence import UNCOUNTED, judge
+from ipc.sequence import UNCOUNTED
 from ipc.stats import PrefixCacheReset
 
 from .engine_calls import EngineCalls, EngineSnapshot
@@ -415,15 +415,13 @@ class EngineClient:
 
     def _is_next(self, session: EngineSession, sequence: int) -> bool:
         """Whether this message is to be taken. One that shows that others were lost ends the session."""
-        verdict = judge(sequence, session.expected)
-        if verdict == "next":
-            session.expected += 1
-            return True
-        detail = f"message {sequence} of the engine, expected {session.expected}"
-        self.drops.add(verdict, detail)
-        if verdict == "lost":
-            raise _SessionEndedError(f"messages were lost: {detail}")
-        return False
+        verdict = session.judge(sequence)
+        if verdict != "next":
+            detail = f"message {sequence} of the engine, expected {session.expected}"
+            self.drops.add(verdict, detail)
+            if verdict == "lost":
+                raise _SessionEndedError(f"messages were lost: {detail}")
+        return verdict == "next"
 
     def _welcome(self, session: EngineSession, epoch: int, sequence: int, capabilities: EngineCapabilities) -> None:
         session.epoch = epoch

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from ipc.codec import encode
 from ipc.messages import FrontendMessage, Goodbye
-from ipc.sequence import UNCOUNTED
+from ipc.sequence import UNCOUNTED, Verdict, judge
 from ipc.sockets import make_dealer
 
 T = TypeVar("T")
@@ -61,6 +61,13 @@ class EngineSession:
         if sequence != UNCOUNTED:
             self._next_sequence += 1
         return True
+
+    def judge(self, sequence: int) -> Verdict:
+        """Whether the message with this number, just received, is to be taken; the one after it is expected then."""
+        verdict = judge(sequence, self.expected)
+        if verdict == "next":
+            self.expected += 1
+        return verdict
 
     def receive_waiting(self) -> Iterator[list[zmq.Frame]]:
         """What lies in the socket already."""
