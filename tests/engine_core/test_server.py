@@ -157,13 +157,15 @@ def test_messages_of_another_epoch_are_dropped_and_counted(endpoint: str, connec
         assert server.link.drops.counts == {"stale_epoch": 2}
 
 
-def test_another_protocol_version_is_refused_with_the_reason(endpoint: str, connect: Connect) -> None:
+@pytest.mark.parametrize("version", [1, PROTOCOL_VERSION + 1])
+def test_another_protocol_version_is_refused_with_the_reason(endpoint: str, connect: Connect, version: int) -> None:
     with running_server(endpoint):
         stranger = connect()
-        stranger.socket.send_multipart([pack_header(0, 0, version=PROTOCOL_VERSION + 1), b"\xc1"])
+        # The first version's header ended after the epoch.
+        stranger.socket.send_multipart([pack_header(0, 0, version=version)[: 16 if version == 1 else None], b"\xc1"])
         refused = stranger.receive()
         assert isinstance(refused, Refused)
-        assert refused.reason == f"the engine speaks protocol {PROTOCOL_VERSION}, the frontend {PROTOCOL_VERSION + 1}"
+        assert refused.reason == f"the engine speaks protocol {PROTOCOL_VERSION}, the frontend {version}"
         frontend = connect()
         frontend.hello()
 
