@@ -46,8 +46,9 @@ def foreword_serve(model_dir: Path, *flags: str) -> Iterator[Server]:
         overdue = threading.Timer(START_TIMEOUT_S, process.kill)
         overdue.start()
         try:
-            yield Server(_url_to_paste(process, log), process)
+            url = _url_to_paste(process, log)
             overdue.cancel()
+            yield Server(url, process)
             process.send_signal(signal.SIGTERM)
             assert process.wait(STOP_TIMEOUT_S) == 0
         finally:
