@@ -41,6 +41,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         kv_cache_metrics_sample: share of the blocks that this looks at.
         free_order: where freed blocks go in the free queue; `unhashed_first` is what a newer peer does.
         num_threads: CPU threads for the model.
+        merge_projections: compute linear layers that read the same tensor as one (CPU only).
+        prepack_weights: store weights in the layout the CPU's matrix library computes with (CPU only).
     """
 
     model: str = ""
@@ -67,3 +69,5 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     kv_cache_metrics: bool = False
     kv_cache_metrics_sample: float = 0.01
     num_threads: int | None = None
+    merge_projections: bool = True
+    prepack_weights: bool = True

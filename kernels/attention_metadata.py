@@ -119,17 +119,19 @@ class AttentionMetadata:
             shortest = min(longest * (1 - _MAX_PADDING_SHARE), longest - _FREE_PADDING_TOKENS)
             similar = int(np.count_nonzero(num_keys[begin:] >= shortest))
             end = begin + max(1, min(similar, _MAX_TILE_KEYS // longest))
-            yield self._decode_tile(requests[begin:end], num_keys[begin:end])
+            # In the batch's order again, so that neighbours in the batch are neighbours in the tile.
+            in_batch_order = begin + np.argsort(requests[begin:end])
+            yield self._decode_tile(requests[in_batch_order], num_keys[in_batch_order])
             begin = end
 
     def _decode_tile(self, requests: np.ndarray, num_keys: np.ndarray) -> AttentionTile:
-        longest = int(num_keys[0])
+        longest = int(num_keys.max())
         first_keys = self.seq_lens[requests] - num_keys
         offsets = np.arange(longest)[None, :]
         is_key = offsets < num_keys[:, None]
         keys = first_keys[:, None] + np.where(is_key, offsets, 0)
         return AttentionTile(
-            rows=self._to_device(self.query_start_loc[requests]),
+            rows=self._rows(self.query_start_loc[requests]),
             num_requests=len(requests),
             num_queries=1,
             num_keys=longest,
@@ -137,6 +139,11 @@ class AttentionMetadata:
             mask=None if is_key.all() else self._additive(is_key[:, None, None, :]),
             is_causal=False,
         )
+
+    def _rows(self, places: np.ndarray) -> slice | torch.Tensor:
+        """Ascending `places` as an index; as a slice, which copies nothing, where they are neighbours."""
+        first, last = int(places[0]), int(places[-1])
+        return slice(first, last + 1) if last - first == len(places) - 1 else self._to_device(places)
 
     def _slots(self, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Cache slots of `positions` `[len(requests), num_keys]`, flattened."""

@@ -52,15 +52,21 @@ def paged_attention(
     Returns `[num_tokens, num_heads, value_head_dim]`. No slot outside the requests' own tokens influences it.
     """
     flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
-    output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
-    for tile in metadata.tiles(sliding_window):
+
+    def attend(tile: AttentionTile) -> torch.Tensor:
         # [num_requests, num_kv_heads, num_keys, head_dim]
         keys = _gather(flat_keys, tile)
         values = _gather(flat_values, tile)
         if softcap is None and sinks is None:
-            output[tile.rows] = _fused(query[tile.rows], keys, values, tile, scaling)
-        else:
-            output[tile.rows] = _explicit(query[tile.rows], keys, values, tile, scaling, softcap, sinks)
+            return _fused(query[tile.rows], keys, values, tile, scaling)
+        return _explicit(query[tile.rows], keys, values, tile, scaling, softcap, sinks)
+
+    tiles = metadata.tiles(sliding_window)
+    if len(tiles) == 1 and tiles[0].rows == slice(0, len(query)):
+        return attend(tiles[0])
+    output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+    for tile in tiles:
+        output[tile.rows] = attend(tile)
     return output
 
 

@@ -68,9 +68,7 @@ def probe_layers(model: torch.nn.Module, config: Any) -> dict[int, LayerShape]:
         UnsupportedModelError: its layers do not attend the way the configuration says, or its logits depend on
             more than the tokens and the positions given.
     """
-    device = next(model.parameters()).device
-    token_ids = torch.tensor(list(_ordinary_token_ids(config)), device=device)
-    in_order = torch.arange(len(token_ids), device=device)
+    token_ids, in_order = _sequence(model, config)
 
     probe = Probe(in_order)
     expected = _logits(model, token_ids, probe, logits_to_keep=in_order)
@@ -83,19 +81,38 @@ def probe_layers(model: torch.nn.Module, config: Any) -> dict[int, LayerShape]:
         actual = _logits(
             model, token_ids[order], Probe(order), logits_to_keep=order.argsort(), position_ids=order[None]
         )
-        disagreement = _disagreement(expected, actual)
-        if disagreement > (_FLOAT32_TOLERANCE if expected.dtype == torch.float32 else _HALF_PRECISION_TOLERANCE):
+        changed = disagreement(expected, actual)
+        if changed > tolerance(expected.dtype):
             raise UnsupportedModelError(
-                f"{config.model_type}: a sequence's logits change by {disagreement:.1%} of their spread {difference}"
+                f"{config.model_type}: a sequence's logits change by {changed:.1%} of their spread {difference}"
             )
     return probe.shapes
+
+
+@torch.inference_mode()
+def probe_logits(model: torch.nn.Module, config: Any) -> torch.Tensor:
+    """`[num_tokens, vocab_size]`, of the sequence that `probe_layers` looks at."""
+    token_ids, in_order = _sequence(model, config)
+    return _logits(model, token_ids, Probe(in_order), logits_to_keep=in_order, position_ids=in_order[None])
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The most that rounding in `dtype` makes of `disagreement`."""
+    return _FLOAT32_TOLERANCE if dtype == torch.float32 else _HALF_PRECISION_TOLERANCE
+
+
+def _sequence(model: torch.nn.Module, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and positions, `[num_tokens]` each."""
+    device = next(model.parameters()).device
+    token_ids = torch.tensor(list(_ordinary_token_ids(config)), device=device)
+    return token_ids, torch.arange(len(token_ids), device=device)
 
 
 def _logits(model: torch.nn.Module, token_ids: torch.Tensor, probe: Probe, **inputs: torch.Tensor) -> torch.Tensor:
     return model(input_ids=token_ids[None], use_cache=False, layer_kv=probe, **inputs).logits[0]
 
 
-def _disagreement(expected: torch.Tensor, actual: torch.Tensor) -> float:
+def disagreement(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """Of two `[num_tokens, vocab_size]`, as a share of the spread; of the middle token, since rounding may send one or
     another to different experts.
     """

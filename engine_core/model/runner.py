@@ -22,6 +22,7 @@ from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_confi
 from .logit_rules import LogitRules
 from .logprobs import prompt_logprobs, sampled_logprobs
 from .memory import choose_num_blocks
+from .passes import PassError, apply_passes
 from .probe import probe_layers
 from .rehearsal import SCRATCH_BLOCK_ID, heaviest_step
 from .sampler import sample
@@ -56,6 +57,11 @@ class ModelRunner:
         self._model = load_model(path, model_config, self._dtype, self._device)
         self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))
         shapes = probe_layers(self._model, model_config)
+        try:
+            apply_passes(self._model, model_config, merge=config.merge_projections, pack=config.prepack_weights)
+        except PassError as error:
+            logger.warning("passes_skipped model_type=%s reason=%s", model_config.model_type, error)
+            self._model = load_model(path, model_config, self._dtype, self._device)
         num_blocks = choose_num_blocks(
             config,
             block_bytes=sum(s.values_per_token for s in shapes.values()) * self._dtype.itemsize * config.block_size,

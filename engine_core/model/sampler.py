@@ -32,7 +32,8 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     fewest tokens whose probabilities reach `top_p`; among equal logits the lower id is kept first. A logit of −inf is
     never drawn; every row has one that is not.
     """
-    tokens = logits.argmax(dim=-1)
+    # Not `argmax`, which takes four times as long over a bfloat16 row; both give the first of equals.
+    tokens = logits.max(dim=-1).indices
     random_rows = [row for row, request in enumerate(requests) if request.sampling_params.temperature > 0]
     if random_rows:
         drawn = _draw(logits[random_rows].float(), [requests[row] for row in random_rows])

@@ -35,6 +35,12 @@ def _engine_options(
         option(_MODEL, "Most tokens of one request, prompt and output. Default: what the model was made for.", min=2),
     ] = None,
     num_threads: Annotated[int | None, option(_MODEL, "CPU threads for the model.", min=1)] = None,
+    merge_projections: Annotated[
+        bool, option(_MODEL, "On a CPU, compute linear layers that read the same tensor as one.")
+    ] = _ENGINE.merge_projections,
+    prepack_weights: Annotated[
+        bool, option(_MODEL, "On a CPU, store weights in the layout its matrix library computes with.")
+    ] = _ENGINE.prepack_weights,
     block_size: Annotated[int, option(_MEMORY, "Tokens of one KV block.", min=1)] = _ENGINE.block_size,
     num_blocks: Annotated[
         int | None,

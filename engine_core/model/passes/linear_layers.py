@@ -1,0 +1,98 @@
+"""Which linear layers of a model may be replaced, found by watching a forward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceableLinears:
+    """Paths of layers that a forward called with one tensor and did nothing else with, in the order of its modules.
+
+    Those with the same number in `inputs` were given the very same tensor. A layer called more than once has none.
+    """
+
+    names: list[str]
+    inputs: dict[str, int]
+
+    def groups(self) -> list[list[str]]:
+        """Layers of one parent that read the same tensor: two or more each."""
+        groups: dict[tuple[str, int], list[str]] = {}
+        for name, number in self.inputs.items():
+            groups.setdefault((name.rpartition(".")[0], number), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
+
+def watch_linears(model: nn.Module, forward: Callable[[], Result]) -> tuple[ReplaceableLinears, Result]:
+    """Watch what `forward` does with the linear layers of `model`. Returns what was found and what `forward` returned.
+
+    Never replaceable are subclasses (quantized or otherwise special), layers with hooks, and layers that are reached
+    by more than one path.
+    """
+    num_paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    watched = {
+        name: _WatchedLinear(module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and num_paths[id(module)] == 1 and not _has_hooks(module)
+    }
+    for name, layer in watched.items():
+        replace(model, name, layer)
+    try:
+        result = forward()
+    finally:
+        for name, layer in watched.items():
+            replace(model, name, layer.linear)
+    used = {name: layer for name, layer in watched.items() if layer.inputs and not layer.is_more_than_called}
+    # The tensors are still there, so an id stands for one of them.
+    inputs = {name: id(layer.inputs[0]) for name, layer in used.items() if len(layer.inputs) == 1}
+    return ReplaceableLinears(list(used), inputs), result
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place that the path `name` leads to."""
+    parent, _, own_name = name.rpartition(".")
+    model.get_submodule(parent).register_module(own_name, module)
+
+
+class _WatchedLinear(nn.Module):
+    """Stands in for a linear layer, and notes what is done with it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        # Not as a submodule: nobody is to reach the layer but through us.
+        self._watched = (linear,)
+        self.inputs: list[torch.Tensor] = []
+        self.is_more_than_called = False
+
+    @property
+    def linear(self) -> nn.Linear:
+        return self._watched[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) == 1 and not kwargs:
+            self.inputs.append(args[0])
+        else:
+            self.is_more_than_called = True
+        return self.linear(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what a module does not have: `weight`, for instance."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            self.is_more_than_called = True
+            return getattr(self.linear, name)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

@@ -1,0 +1,43 @@
+"""Weights of linear layers in the layout in which oneDNN computes: torch would bring them there on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .linear_layers import replace
+
+
+class PackedLinear(nn.Module):
+    """`linear`, computed by oneDNN from a weight in its own layout. The original is not kept."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self._bias = linear.bias
+        self._out_features = linear.out_features
+        self._compute = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == 0:
+            return x.new_empty(*x.shape[:-1], self._out_features)
+        return self._compute(x, self._weight, self._bias, "none", [], "")
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch and this CPU compute in packed weights of `dtype` without emulation."""
+    operators = ("_reorder_linear_weight", "_linear_pointwise")
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.mkldnn, name) for name in operators):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_linears(model: nn.Module, names: Iterable[str]) -> None:
+    """Pack the `nn.Linear`s at these paths, one after the other, so that few weights exist twice at any time.
+
+    An output head tied to the embeddings is packed too, as a copy: looking up embeddings needs the plain layout.
+    """
+    for name in names:
+        replace(model, name, PackedLinear(model.get_submodule(name)))

@@ -1,0 +1,293 @@
+"""The passes change how a model is computed and nothing else; what they do not understand they leave alone.
+
+That greedy tokens stay the reference's is what `test_equality.py` shows, for passes are on unless switched off.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from engine_core import EngineConfig
+from engine_core.model import passes
+from engine_core.model.loader import load_config, load_model
+from engine_core.model.passes import PassError, apply_passes
+from engine_core.model.passes.linear_layers import watch_linears
+from engine_core.model.passes.merging import MergedPart, merge_linears
+from engine_core.model.passes.packing import PackedLinear, can_pack, pack_linears
+from engine_core.model.probe import disagreement, probe_logits, tolerance
+from engine_core.model.runner import ModelRunner
+from tests.tiny_models import TINY_ARCHITECTURES, make_tiny_model
+
+CPU = torch.device("cpu")
+
+needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this build of torch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def inference() -> object:
+    with torch.inference_mode():
+        yield
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, object]:
+    config = load_config(directory)
+    return load_model(directory, config, dtype, CPU), config
+
+
+def own_name(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+# The whole model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("merge", "pack"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_logits_stay_what_they_were(
+    name: str, merge: bool, pack: bool, dtype: torch.dtype, model_directory: Callable[[str], Path]
+) -> None:
+    model, config = load(model_directory(name), dtype)
+    before = probe_logits(model, config)
+    apply_passes(model, config, merge=merge, pack=pack)
+    after = probe_logits(model, config)
+    assert disagreement(before, after) <= tolerance(dtype)
+    if dtype == torch.float32:
+        torch.testing.assert_close(after.log_softmax(-1), before.log_softmax(-1), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_linear_layer_of_a_decoder_is_reached(dtype: torch.dtype, tmp_path: Path) -> None:
+    if not can_pack(dtype):
+        pytest.skip(f"no packed weights of {dtype} here")
+    model, config = load(make_tiny_model("llama", tmp_path), dtype)
+    apply_passes(model, config, merge=True, pack=True)
+    modules = dict(model.named_modules())
+    assert not any(isinstance(module, nn.Linear) for module in modules.values())
+    merged = {own_name(path) for path, module in modules.items() if isinstance(module, MergedPart)}
+    packed = {own_name(path) for path, module in modules.items() if isinstance(module, PackedLinear)}
+    assert merged == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert packed == {"linear", "o_proj", "down_proj", "lm_head"}
+
+
+def test_switched_off_nothing_changes(tmp_path: Path) -> None:
+    model, config = load(make_tiny_model("llama", tmp_path))
+    before = dict(model.named_modules())
+    apply_passes(model, config, merge=False, pack=False)
+    assert dict(model.named_modules()) == before
+
+
+def test_settings_reach_the_passes(tmp_path: Path) -> None:
+    directory = make_tiny_model("llama", tmp_path)
+
+    def kinds(**settings: bool) -> set[type]:
+        config = EngineConfig(model=str(directory), dtype="float32", device="cpu", num_blocks=8, **settings)
+        return {type(module) for module in ModelRunner(config)._model.modules()} & {nn.Linear, MergedPart, PackedLinear}
+
+    assert kinds(merge_projections=False, prepack_weights=False) == {nn.Linear}
+    assert kinds(prepack_weights=False) == {nn.Linear, MergedPart}
+    if can_pack(torch.float32):
+        assert kinds(merge_projections=False) == {PackedLinear}
+
+
+def test_half_precision_that_is_not_computed_in_is_not_packed() -> None:
+    assert not can_pack(torch.float16)
+
+
+def test_a_pass_that_breaks_the_model_is_noticed_and_the_model_served_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = make_tiny_model("llama", tmp_path)
+
+    def spoil(model: nn.Module, groups: list[list[str]]) -> dict[str, str]:
+        model.get_submodule(groups[0][0]).weight.neg_()
+        return {}
+
+    monkeypatch.setattr(passes, "merge_linears", spoil)
+    model, config = load(directory)
+    expected = probe_logits(model, config)
+    with pytest.raises(PassError, match=r"changed by \d+\.\d% of their spread"):
+        apply_passes(model, config, merge=True, pack=False)
+
+    with caplog.at_level(logging.WARNING):
+        runner = ModelRunner(EngineConfig(model=str(directory), dtype="float32", device="cpu", num_blocks=8))
+    assert "passes_skipped" in caplog.text
+    assert torch.equal(probe_logits(runner._model, config), expected)
+
+
+@needs_packing
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_weight_is_kept_beside_its_packed_form(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for embeddings, which a tied head shares."""
+    model, config = load(make_tiny_model("llama", tmp_path, tie_word_embeddings=tied))
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    weights = {name: weakref.ref(module.weight) for name, module in linears}
+    del linears
+    alive_when_packed: set[str] = set()
+
+    def pack_and_look(model: nn.Module, names: Iterable[str]) -> None:
+        pack_linears(model, names)
+        alive_when_packed.update(name for name, weight in weights.items() if weight() is not None)
+
+    monkeypatch.setattr(passes, "pack_linears", pack_and_look)
+    apply_passes(model, config, merge=True, pack=True)
+    assert alive_when_packed == ({"lm_head"} if tied else set())
+
+
+# What may be replaced
+
+
+class Layers(nn.Module):
+    """Linear layers, and a forward given by the test."""
+
+    def __init__(self, run: Callable[[Layers, torch.Tensor], object], **layers: nn.Module) -> None:
+        super().__init__()
+        self._run = run
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self._run(self, x)
+
+
+class SpecialLinear(nn.Linear):
+    pass
+
+
+def replaceable(model: Layers) -> list[str]:
+    return watch_linears(model, lambda: model(torch.ones(2, 4)))[0].names
+
+
+def test_layers_that_are_merely_called_are_replaceable() -> None:
+    assert replaceable(Layers(lambda m, x: m.a(x), a=nn.Linear(4, 4), never_called=nn.Linear(4, 4))) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [lambda m, x: m.a(x.to(m.a.weight.dtype)), lambda m, x: m.a(input=x), lambda m, x: m.a(x) * m.a.out_features],
+)
+def test_layers_that_are_looked_into_are_left_alone(run: Callable[[Layers, torch.Tensor], object]) -> None:
+    assert replaceable(Layers(run, a=nn.Linear(4, 4))) == []
+
+
+def test_special_shared_and_hooked_layers_are_left_alone() -> None:
+    shared, hooked = nn.Linear(4, 4), nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: None)
+    model = Layers(
+        lambda m, x: [layer(x) for layer in m.children()], a=SpecialLinear(4, 4), b=shared, c=shared, d=hooked
+    )
+    assert replaceable(model) == []
+
+
+def test_watching_leaves_the_model_as_it_was_even_if_it_fails() -> None:
+    def fail(m: Layers, x: torch.Tensor) -> object:
+        m.a(x)
+        raise ValueError("no")
+
+    a = nn.Linear(4, 4)
+    model = Layers(fail, a=a)
+    with pytest.raises(ValueError, match="no"):
+        replaceable(model)
+    assert model.a is a
+
+
+def test_only_layers_of_one_parent_that_read_one_tensor_once_belong_together() -> None:
+    def run(m: Layers, x: torch.Tensor) -> None:
+        m.a(x), m.b(x), m.inner.c(x), m.d(x.clone()), m.e(x), m.e(x)
+
+    inner = Layers(lambda m, x: None, c=nn.Linear(4, 4))
+    model = Layers(run, **{name: nn.Linear(4, 4) for name in "abde"}, inner=inner)
+    found, _ = watch_linears(model, lambda: model(torch.ones(2, 4)))
+    assert set(found.names) == {"a", "b", "inner.c", "d", "e"}
+    assert found.groups() == [["a", "b"]]
+
+
+# Merging
+
+
+def merged_layers(bias: bool = True) -> tuple[Layers, list[nn.Linear]]:
+    originals = [nn.Linear(4, size, bias=bias) for size in (3, 5, 2)]
+    model = Layers(lambda m, x: None, **dict(zip("abc", originals, strict=True)))
+    assert merge_linears(model, [["a", "b", "c"]]) == dict.fromkeys("abc", "a.merged.linear")
+    return model, originals
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("calls", ["abc", "cab", "a", "aab", "abbac"])
+def test_merged_layers_give_what_each_gave(calls: str, bias: bool) -> None:
+    model, originals = merged_layers(bias)
+    for x in torch.randn(3, 2, 4):
+        for name in calls:
+            torch.testing.assert_close(getattr(model, name)(x), originals["abc".index(name)](x))
+
+
+def test_equal_content_is_not_the_same_tensor() -> None:
+    """Two tensors in turn, each in its own storage or not: nothing of one is taken for the other's."""
+    model, originals = merged_layers()
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    torch.testing.assert_close(model.a(x), originals[0](x))
+    torch.testing.assert_close(model.b(y), originals[1](y))
+    torch.testing.assert_close(model.c(x), originals[2](x))
+
+
+def test_merged_layers_compute_once_and_keep_nothing() -> None:
+    model, _ = merged_layers()
+    merged, num_products = model.a.merged, 0
+
+    def count(*_: object) -> None:
+        nonlocal num_products
+        num_products += 1
+
+    merged.linear.register_forward_hook(count)
+    x = torch.randn(2, 4)
+    outputs = [layer(x) for layer in model.children()]
+    assert num_products == 1
+    kept = [weakref.ref(x), *map(weakref.ref, outputs)]
+    del x, outputs
+    assert [reference() for reference in kept] == [None] * 4
+
+
+def test_layers_that_do_not_go_together_are_not_merged() -> None:
+    tied = nn.Linear(4, 4, bias=False)
+    embedding = nn.Embedding(4, 4)
+    embedding.weight = tied.weight
+    model = Layers(
+        lambda m, x: None,
+        a=nn.Linear(4, 4, bias=True),
+        b=nn.Linear(4, 4, bias=False),
+        c=tied,
+        d=nn.Linear(4, 4, bias=False),
+        embedding=embedding,
+    )
+    assert merge_linears(model, [["a", "b"], ["c", "d"]]) == {}
+
+
+# Packing
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 48), (1, 1, 48), (1, 17, 48), (3, 700, 48), (0, 48), (1, 0, 48)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_layers_give_what_they_gave(bias: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not can_pack(dtype):
+        pytest.skip(f"no packed weights of {dtype} here")
+    linear = nn.Linear(48, 80, bias=bias, dtype=dtype)
+    x = torch.randn(shape, dtype=dtype)
+    torch.testing.assert_close(
+        PackedLinear(linear)(x), linear(x), atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=0
+    )
+
+
+@needs_packing
+def test_packed_layers_take_tensors_that_are_not_contiguous() -> None:
+    linear = nn.Linear(48, 80)
+    x = torch.randn(2, 9, 96)[:, ::2, 24:72]
+    torch.testing.assert_close(PackedLinear(linear)(x), linear(x))
