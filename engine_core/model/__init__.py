@@ -1,9 +1,9 @@
 """The model: transformers' own definitions with our attention, one flattened batch per step.
 
-`resolve` finds it, `gguf` unpacks it, `loader` loads it, `support` and `probe` say what is refused and why,
-`attention` connects it to the paged KV cache, `input_batch` lays a step out, `sampler` picks tokens, `memory` and
-`rehearsal` size the pool, `runner` is all of that behind `engine_core.runner.Runner`. This package itself loads no
-torch.
+`resolve` finds it, `gguf` unpacks it, `loader` loads it, `support` and `probe` say what is refused and why, `passes`
+make it faster, `attention` connects it to the paged KV cache, `input_batch` lays a step out, `sampler` picks tokens,
+`memory` and `rehearsal` size the pool, `runner` is all of that behind `engine_core.runner.Runner`. This package itself
+loads no torch.
 """
 
 from __future__ import annotations

@@ -141,6 +141,15 @@ def test_no_weight_is_kept_beside_its_packed_form(tied: bool, tmp_path: Path, mo
     assert alive_when_packed == ({"lm_head"} if tied else set())
 
 
+@needs_packing
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_packed_weights_leave_their_file(tmp_path: Path) -> None:
+    model, config = load(make_tiny_model("llama", tmp_path))
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    apply_passes(model, config, merge=True, pack=True)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 # What may be replaced
 
 

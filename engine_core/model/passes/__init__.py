@@ -16,7 +16,7 @@ from engine_core.model.probe import disagreement, probe_logits, tolerance
 
 from .linear_layers import watch_linears
 from .merging import merge_linears
-from .packing import can_pack, pack_linears
+from .packing import can_pack, leave_weight_files, pack_linears
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ def apply_passes(model: torch.nn.Module, config: Any, *, merge: bool, pack: bool
         merged = merge_linears(model, linears.groups()) if merge else {}
         packed = dict.fromkeys(merged.get(name, name) for name in linears.names) if pack else {}
         pack_linears(model, packed)
+        if packed:
+            leave_weight_files(model)
         actual = probe_logits(model, config)
     except Exception as error:  # any architecture may do anything with what was replaced
         raise PassError(f"{type(error).__name__}: {error}") from error

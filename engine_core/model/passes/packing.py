@@ -41,3 +41,9 @@ def pack_linears(model: nn.Module, names: Iterable[str]) -> None:
     """
     for name in names:
         replace(model, name, PackedLinear(model.get_submodule(name)))
+
+
+def leave_weight_files(model: nn.Module) -> None:
+    """Copy what is not packed out of the mapped weight files: one tensor in a mapping keeps all of it in memory."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
