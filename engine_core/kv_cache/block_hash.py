@@ -33,10 +33,12 @@ import hashlib
 import logging
 import os
 import struct
-from collections.abc import Callable, Sequence
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 
 import cbor2
-import numpy as np
 import xxhash
 
 from engine_core.config import HashAlgo
@@ -47,8 +49,16 @@ from ipc.messages import ExtraKeySpan
 logger = logging.getLogger(__name__)
 
 _ROOT_TAG = b"foreword kv block v1\0"
-_NO_EXTRA_KEYS = struct.pack("<I", 0)
 _KIND_ORDER = {"lora": 0, "mm": 1, "cache_salt": 2, "prompt_embeds": 3}
+
+
+def _cbor(value: object) -> bytes:
+    return cbor2.dumps(value, canonical=True)
+
+
+def _cbor_array_head(length: int) -> bytes:
+    """What comes before the elements of an array."""
+    return _cbor([None] * length).removesuffix(_cbor(None) * length)
 
 
 def _sha256(data: bytes) -> bytes:
@@ -117,6 +127,40 @@ def tagged_extra_keys(spans: Sequence[ExtraKeySpan], start: int, end: int) -> tu
     return tuple(tagged)
 
 
+def encode_tagged_extra_keys(spans: Sequence[ExtraKeySpan], start: int, end: int) -> bytes:
+    """`tagged_extra_keys` as canonical CBOR."""
+    return _cbor(tagged_extra_keys(spans, start, end))
+
+
+def encode_blocks(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Each block's token ids in Foreword's own layout. `token_ids` fill whole blocks.
+
+    Raises:
+        OverflowError: an id is not within [0, 2^32).
+    """
+    encoded = array("I", token_ids)
+    if sys.byteorder == "big":
+        encoded.byteswap()
+    data, size = encoded.tobytes(), encoded.itemsize * block_size
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+class CborTokenIds(dict[int, bytes]):
+    """Token id → its canonical CBOR, remembered: a prompt is mostly made of ids seen before.
+
+    It grows with the vocabulary in use, about 100 bytes an id.
+    """
+
+    def __missing__(self, token_id: int) -> bytes:
+        encoded = self[token_id] = _cbor(token_id)
+        return encoded
+
+    def blocks(self, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
+        """Each block's token ids one after the other. `token_ids` fill whole blocks."""
+        encoded = map(self.__getitem__, token_ids)
+        return map(b"".join, zip(*[encoded] * block_size))
+
+
 class BlockHasher:
     """Hashes blocks of `block_size` tokens with one algorithm and one root.
 
@@ -134,62 +178,51 @@ class BlockHasher:
         self.algo: HashAlgo = algo
         self.block_size = block_size
         self._hash = _HASH_FUNCTIONS[algo]
-        self._is_cbor = algo.endswith("_cbor")
-        if self._is_cbor:
+        is_cbor = algo.endswith("_cbor")
+        if is_cbor:
             seed = os.environ.get("PYTHONHASHSEED", seed)
         if algo.startswith("xxhash"):
             logger.warning("hash_not_cryptographic algo=%s risk=%r", algo, "crafted prompts can hit a stranger's cache")
             if seed is None:
                 seed = os.urandom(32).hex()
-        if self._is_cbor:
-            self.root = self._hash(cbor2.dumps(namespace if seed is None else seed, canonical=True))
+        # The hashed bytes are before_parent ‖ parent ‖ before_tokens ‖ tokens ‖ extra keys.
+        self._encode_blocks: Callable[[Sequence[int], int], Iterable[bytes]]
+        if is_cbor:
+            self.root = self._hash(_cbor(namespace if seed is None else seed))
+            self._before_parent = _cbor_array_head(3) + _cbor(self.root).removesuffix(self.root)
+            self._before_tokens = _cbor_array_head(block_size)
+            self._encode_blocks = CborTokenIds().blocks
+            self._encode_extra_keys = encode_tagged_extra_keys
         else:
             self.root = self._hash(_ROOT_TAG + namespace.encode() + (b"" if seed is None else b"\0" + seed.encode()))
-        self._num_tokens_prefix = struct.pack("<I", block_size)
+            self._before_parent = b""
+            self._before_tokens = struct.pack("<I", block_size)
+            self._encode_blocks = encode_blocks
+            self._encode_extra_keys = encode_extra_keys
+        self._no_extra_keys = self._encode_extra_keys((), 0, block_size)
 
     def extend(self, request: Request) -> None:
-        """Append the hashes of the request's full blocks that are not hashed yet."""
+        """Append the hashes of the request's full blocks that are not hashed yet.
+
+        Raises:
+            OverflowError: in our own modes, a token id is not within [0, 2^32).
+        """
         block_size = self.block_size
-        hashes = request.block_hashes
-        first = len(hashes)
-        num_new = len(request.token_ids) // block_size - first
-        if num_new == 0:
+        hashes, token_ids = request.block_hashes, request.token_ids
+        first, end = len(hashes), len(token_ids) // block_size
+        if first == end:
             return
-        token_ids = request.token_ids[first * block_size : (first + num_new) * block_size]
+        blocks = self._encode_blocks(token_ids[first * block_size : end * block_size], block_size)
+        extra_keys: Iterable[bytes] = repeat(self._no_extra_keys)
+        if request.extra_key_spans:
+            extra_keys = self._extra_keys(request.extra_key_spans, first, end - first)
+        digest, before_parent, before_tokens = self._hash, self._before_parent, self._before_tokens
         parent = hashes[-1] if hashes else self.root
-        spans = spans_by_block(request.extra_key_spans, first, num_new, block_size) if request.extra_key_spans else None
-        if self._is_cbor:
-            hashes += self._chain_cbor(parent, token_ids, first, spans)
-        else:
-            hashes += self._chain(parent, token_ids, first, spans)
-
-    def _chain(
-        self, parent: bytes, token_ids: list[int], first: int, spans: list[list[ExtraKeySpan]] | None
-    ) -> list[bytes]:
-        digest, prefix, block_size = self._hash, self._num_tokens_prefix, self.block_size
-        tokens = np.array(token_ids, dtype="<u4").tobytes()
-        extra_keys = _NO_EXTRA_KEYS
-        hashes = []
-        for index in range(len(token_ids) // block_size):
-            if spans is not None:
-                start = (first + index) * block_size
-                extra_keys = encode_extra_keys(spans[index], start, start + block_size)
-            block_tokens = tokens[4 * index * block_size : 4 * (index + 1) * block_size]
-            parent = digest(b"".join((parent, prefix, block_tokens, extra_keys)))
+        for tokens, keys in zip(blocks, extra_keys):
+            parent = digest(before_parent + parent + before_tokens + tokens + keys)
             hashes.append(parent)
-        return hashes
 
-    def _chain_cbor(
-        self, parent: bytes, token_ids: list[int], first: int, spans: list[list[ExtraKeySpan]] | None
-    ) -> list[bytes]:
-        block_size = self.block_size
-        extra_keys = None
-        hashes = []
-        for index in range(len(token_ids) // block_size):
-            if spans is not None:
-                start = (first + index) * block_size
-                extra_keys = tagged_extra_keys(spans[index], start, start + block_size)
-            block_tokens = tuple(token_ids[index * block_size : (index + 1) * block_size])
-            parent = self._hash(cbor2.dumps((parent, block_tokens, extra_keys), canonical=True))
-            hashes.append(parent)
-        return hashes
+    def _extra_keys(self, spans: Sequence[ExtraKeySpan], first: int, num_blocks: int) -> Iterator[bytes]:
+        starts = range(first * self.block_size, (first + num_blocks) * self.block_size, self.block_size)
+        for start, overlapping in zip(starts, spans_by_block(spans, first, num_blocks, self.block_size)):
+            yield self._encode_extra_keys(overlapping, start, start + self.block_size)
