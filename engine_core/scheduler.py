@@ -43,7 +43,8 @@ class Scheduler:
 
     Every request added fits the pool alone (`EngineCore` refuses others), so whenever requests are unfinished,
     `schedule` returns a step that computes at least one token. The cost of a step grows with what is scheduled, not
-    with how many wait or how much is cached; only the first in the queue is looked up again while it finds no room.
+    with how many wait or how much is cached; the first in the queue is looked up again only when blocks were freed
+    for it or more of it was cached (with `reserve_full_sequence`; else in every step).
 
     Args:
         kv: block tables and prefix cache.
@@ -154,6 +155,9 @@ class Scheduler:
     def _admit_waiting(self, step: Step, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek()
+            num_spare_blocks = self.num_watermark_blocks if self.running else 0
+            if self.kv.still_lacks_room(request, num_spare_blocks):
+                return
             hit = self._find_hit(request)
             num_tokens = self._chunk(request, hit.num_tokens, budget)
             if not self.enable_chunked_prefill and hit.num_tokens + num_tokens < request.num_tokens:
@@ -163,7 +167,7 @@ class Scheduler:
                 num_tokens,
                 hit,
                 reserve_full_sequence=self.reserve_full_sequence,
-                num_spare_blocks=self.num_watermark_blocks if self.running else 0,
+                num_spare_blocks=num_spare_blocks,
             )
             if allocated is None:
                 return

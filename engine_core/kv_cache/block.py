@@ -6,7 +6,7 @@ cheap as leaving its head, and no queue operation allocates memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 
 class KVCacheBlock:
@@ -39,7 +39,7 @@ class FreeKVCacheBlockQueue:
 
     __slots__ = ("_after_tail", "_before_head", "num_blocks")
 
-    def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
+    def __init__(self, blocks: Sequence[KVCacheBlock] = ()) -> None:
         self._before_head = KVCacheBlock(-1)
         self._after_tail = KVCacheBlock(-1)
         self._before_head.next_free = self._after_tail
@@ -57,27 +57,25 @@ class FreeKVCacheBlockQueue:
             yield block
             block = block.next_free
 
-    def append(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def append(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add blocks behind the tail, the last one given becoming the tail."""
         self._insert_after(self._after_tail.prev_free, blocks)
 
-    def prepend(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def prepend(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add blocks before the head, the first one given becoming the head."""
         self._insert_after(self._before_head, blocks)
 
-    def _insert_after(self, left: KVCacheBlock | None, blocks: Iterable[KVCacheBlock]) -> None:
+    def _insert_after(self, left: KVCacheBlock | None, blocks: Sequence[KVCacheBlock]) -> None:
         assert left is not None
         right = left.next_free
         assert right is not None
-        count = 0
         for block in blocks:
             left.next_free = block
             block.prev_free = left
             left = block
-            count += 1
         left.next_free = right
         right.prev_free = left
-        self.num_blocks += count
+        self.num_blocks += len(blocks)
 
     def pop(self, count: int) -> list[KVCacheBlock]:
         """Take `count` blocks from the head.
@@ -101,16 +99,17 @@ class FreeKVCacheBlockQueue:
         self.num_blocks -= count
         return popped
 
-    def remove(self, block: KVCacheBlock) -> None:
-        """Take one block out, wherever it stands.
+    def remove(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take blocks out, wherever they stand.
 
         Raises:
-            ValueError: it is not in the queue.
+            ValueError: one is not in the queue.
         """
-        left, right = block.prev_free, block.next_free
-        if left is None or right is None:
-            raise ValueError(f"{block!r} is not in the free queue")
-        left.next_free = right
-        right.prev_free = left
-        block.prev_free = block.next_free = None
-        self.num_blocks -= 1
+        for block in blocks:
+            left, right = block.prev_free, block.next_free
+            if left is None or right is None:
+                raise ValueError(f"{block!r} is not in the free queue")
+            left.next_free = right
+            right.prev_free = left
+            block.prev_free = block.next_free = None
+        self.num_blocks -= len(blocks)

@@ -19,12 +19,16 @@ class BlockPool:
         num_blocks: at least 1.
         free_order: `append_all` puts freed blocks at the tail in the order given. `unhashed_first` puts those
             without a hash before the head instead, since nothing is lost when they are taken first.
+
+    Attributes:
+        num_freed: how often a block's last reference was dropped, since start.
     """
 
     def __init__(self, num_blocks: int, free_order: FreeOrder = "append_all") -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeKVCacheBlockQueue(self.blocks)
         self.free_order: FreeOrder = free_order
+        self.num_freed = 0
         # A block table is append-only, so equal content may sit in several blocks. One is the rule, so only several
         # cost a dict; in its insertion order, the oldest copy serves hits.
         self.cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
@@ -47,11 +51,16 @@ class BlockPool:
         """Share of the blocks that are referenced; cached but unreferenced ones count as free."""
         return 1.0 - self.num_free_blocks / len(self.blocks)
 
-    def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
-        entry = self.cached.get(block_hash)
-        if entry is None or isinstance(entry, KVCacheBlock):
-            return entry
-        return next(iter(entry.values()))
+    def get_cached_run(self, hashes: Iterable[bytes]) -> list[KVCacheBlock]:
+        """The cached blocks of the first hashes, up to the first that is not cached."""
+        get_entry = self.cached.get
+        run = []
+        for block_hash in hashes:
+            entry = get_entry(block_hash)
+            if entry is None:
+                break
+            run.append(entry if isinstance(entry, KVCacheBlock) else _oldest_copy(entry))
+        return run
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
         """Take `count` blocks from the head of the free queue, each with `ref_cnt` 1 and its old content evicted.
@@ -67,19 +76,19 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Reference each block once more, taking it out of the free queue if it lay there."""
+        """Reference each block, all different, once more, taking it out of the free queue if it lay there."""
+        self.free_queue.remove([block for block in blocks if block.ref_cnt == 0])
         for block in blocks:
-            if block.ref_cnt == 0:
-                self.free_queue.remove(block)
             block.ref_cnt += 1
 
-    def free_blocks(self, ordered_blocks: Sequence[KVCacheBlock]) -> None:
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Drop one reference of each. Those nobody references any more are evicted in the order given."""
         freed = []
         for block in ordered_blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 freed.append(block)
+        self.num_freed += len(freed)
         if self.free_order == "unhashed_first":
             self.free_queue.prepend([block for block in freed if block.block_hash is None])
             freed = [block for block in freed if block.block_hash is not None]
@@ -124,4 +133,8 @@ class BlockPool:
             return
         del entry[block.block_id]
         if len(entry) == 1:
-            self.cached[block_hash] = next(iter(entry.values()))
+            self.cached[block_hash] = _oldest_copy(entry)
+
+
+def _oldest_copy(copies: dict[int, KVCacheBlock]) -> KVCacheBlock:
+    return next(iter(copies.values()))

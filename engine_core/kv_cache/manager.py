@@ -30,6 +30,21 @@ class PrefixHit:
 NO_HIT = PrefixHit((), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Why a request could not be admitted: its whole sequence lacked `num_blocks` blocks beyond `num_spare_blocks`.
+
+    `num_freed` is `BlockPool.num_freed` at that moment, `next_hash` that of the first block it did not find cached
+    (None if it cannot find more).
+    """
+
+    request: Request
+    num_blocks: int
+    num_spare_blocks: int
+    num_freed: int
+    next_hash: bytes | None
+
+
 class BlockTable:
     """The blocks of one request, in sequence order; append-only until freed.
 
@@ -71,6 +86,7 @@ class KVCacheManager:
             self.pool = ObservedBlockPool(num_blocks, free_order, residency)
         self.tables: dict[str, BlockTable] = {}
         self._first_provisional: dict[str, int] = {}
+        self._shortage: Shortage | None = None
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """The longest run of cached blocks from the start of the sequence. Changes nothing."""
@@ -80,13 +96,7 @@ class KVCacheManager:
         hashes = request.block_hashes
         if self.full_prompt_hit == "drop_last_block" and len(hashes) * self.block_size == num_tokens:
             hashes = hashes[:-1]
-        get_cached_block = self.pool.get_cached_block
-        blocks: list[KVCacheBlock] = []
-        for block_hash in hashes:
-            block = get_cached_block(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
+        blocks = self.pool.get_cached_run(hashes)
         return PrefixHit(blocks, min(len(blocks) * self.block_size, num_tokens - 1))
 
     def get_forked_blocks(self, request: Request, parent: Request) -> PrefixHit:
@@ -94,6 +104,22 @@ class KVCacheManager:
         num_full, num_left = divmod(request.num_prompt_tokens, self.block_size)
         blocks = self.tables[parent.request_id].blocks
         return PrefixHit(blocks[:num_full], request.num_prompt_tokens - 1, blocks[num_full] if num_left else None)
+
+    def still_lacks_room(self, request: Request, num_spare_blocks: int = 0) -> bool:
+        """Whether `allocate_slots` with `reserve_full_sequence`, refused to this request before, would be again.
+
+        O(1), without a lookup; False says nothing. What a request lacks is the pool's size less what it needs in all
+        and less what is in use and not part of its hit. Taking blocks, evicting them and touching them never adds
+        to that, so it stays short until enough blocks were freed or its hit has grown.
+        """
+        shortage = self._shortage
+        return (
+            shortage is not None
+            and shortage.request is request
+            and shortage.num_spare_blocks == num_spare_blocks
+            and shortage.next_hash not in self.pool.cached
+            and self.pool.num_freed - shortage.num_freed < shortage.num_blocks
+        )
 
     def allocate_slots(
         self,
@@ -117,11 +143,16 @@ class KVCacheManager:
         num_required = num_spare_blocks + num_needed
         if reserve_full_sequence:
             num_required = num_spare_blocks + -(-request.num_tokens // self.block_size) - num_held
-        for block in hit.blocks:
-            num_required += block.ref_cnt == 0
-        if num_required > self.pool.num_free_blocks:
+        num_required += len([block for block in hit.blocks if block.ref_cnt == 0])
+        num_lacking = num_required - self.pool.num_free_blocks
+        if num_lacking > 0:
+            if reserve_full_sequence:
+                self._shortage = Shortage(
+                    request, num_lacking, num_spare_blocks, self.pool.num_freed, self._first_missing_hash(request, hit)
+                )
             return None
         if table is None:
+            self._shortage = None
             self.pool.touch(hit.blocks)
             table = self.tables[request.request_id] = BlockTable(hit.blocks)
         new_blocks: list[KVCacheBlock] = []
@@ -132,6 +163,11 @@ class KVCacheManager:
         if self.enable_caching:
             self._register_full_blocks(request, table, num_tokens // self.block_size)
         return new_blocks
+
+    def _first_missing_hash(self, request: Request, hit: PrefixHit) -> bytes | None:
+        if not request.read_prefix_cache or len(hit.blocks) >= len(request.block_hashes):
+            return None
+        return request.block_hashes[len(hit.blocks)]
 
     def _register_full_blocks(self, request: Request, table: BlockTable, num_full: int) -> None:
         first = table.num_registered_blocks
@@ -157,7 +193,7 @@ class KVCacheManager:
         """Give up the request's table, deepest block first. A request without one is fine."""
         table = self.tables.pop(request.request_id, None)
         if table is not None:
-            self.pool.free_blocks(table.blocks[::-1])
+            self.pool.free_blocks(reversed(table.blocks))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while any request holds a block."""

@@ -6,9 +6,14 @@ import gzip
 import hashlib
 import json
 import random
+import struct
 from pathlib import Path
 
+import cbor2
 import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine_core.errors import InvalidConfigError
 from engine_core.kv_cache.block_hash import BlockHasher, spans_by_block, tagged_extra_keys
@@ -88,6 +93,24 @@ def test_cbor_modes_equal_the_peer_byte_for_byte(case: dict, algo: str, monkeypa
     assert request.block_hashes == whole
 
 
+@given(
+    st.lists(st.sampled_from([23, 24, 255, 256, 65535, 65536, 2**32 - 1, 2**32]) | st.integers(-(2**70), 2**70)),
+    st.sampled_from([1, 2, 16]) | st.integers(1, 300),
+    st.sampled_from(["sha256_cbor", "xxhash_cbor"]),
+)
+@settings(deadline=None)
+def test_cbor_modes_hash_the_canonical_cbor_of_any_token_ids(token_ids: list[int], block_size: int, algo: str):
+    digest = {"sha256_cbor": lambda b: hashlib.sha256(b).digest(), "xxhash_cbor": xxhash.xxh3_128_digest}[algo]
+    token_ids = (token_ids * block_size)[: 3 * block_size]
+    hasher = BlockHasher(algo, block_size, seed="s")
+    parent, expected = hasher.root, []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        block = (parent, tuple(token_ids[start : start + block_size]), None)
+        parent = digest(cbor2.dumps(block, canonical=True))
+        expected.append(parent)
+    assert hashes_of(hasher, token_ids) == expected
+
+
 @pytest.mark.parametrize("algo", ALGOS)
 def test_hashing_token_by_token_equals_hashing_at_once(algo: str):
     hasher = BlockHasher(algo, 4, seed="s", namespace="n")
@@ -108,10 +131,6 @@ def test_hashing_token_by_token_equals_hashing_at_once(algo: str):
 
 @pytest.mark.parametrize("algo", OWN_ALGOS)
 def test_own_layout_is_what_the_module_documents(algo: str):
-    import struct
-
-    import xxhash
-
     digest = {"sha256": lambda b: hashlib.sha256(b).digest(), "xxhash": xxhash.xxh3_128_digest}[algo]
     hasher = BlockHasher(algo, 2, seed=None if algo == "sha256" else "s", namespace="space")
     root = digest(b"foreword kv block v1\0space" + (b"" if algo == "sha256" else b"\0s"))

@@ -25,7 +25,7 @@ class TestFreeQueue:
     def test_pops_from_the_head_and_appends_to_the_tail(self):
         popped = self.queue.pop(2)
         assert [block.block_id for block in popped] == [0, 1]
-        self.queue.append(reversed(popped))
+        self.queue.append(popped[::-1])
         assert ids(self.queue) == [2, 3, 4, 1, 0]
 
     def test_prepends_before_the_head(self):
@@ -35,10 +35,10 @@ class TestFreeQueue:
 
     @pytest.mark.parametrize("index", [0, 2, 4])
     def test_removes_wherever_the_block_stands(self, index: int):
-        self.queue.remove(self.blocks[index])
+        self.queue.remove([self.blocks[index]])
         assert ids(self.queue) == [i for i in range(5) if i != index]
         with pytest.raises(ValueError, match="not in the free queue"):
-            self.queue.remove(self.blocks[index])
+            self.queue.remove([self.blocks[index]])
 
     def test_popping_more_than_there_is_takes_nothing(self):
         with pytest.raises(IndexError, match="6 blocks wanted, 5 free"):
@@ -57,22 +57,22 @@ def test_the_oldest_copy_serves_hits_and_the_next_takes_over():
     copies = pool.get_new_blocks(3)
     for block in copies:
         pool.register([block], [b"h"])
-    assert pool.get_cached_block(b"h") is copies[0]
+    assert pool.get_cached_run([b"h"]) == [copies[0]]
     pool.unregister([copies[0]])
-    assert pool.get_cached_block(b"h") is copies[1]
+    assert pool.get_cached_run([b"h"]) == [copies[1]]
     pool.unregister([copies[2]])
-    assert pool.get_cached_block(b"h") is copies[1]
+    assert pool.get_cached_run([b"h"]) == [copies[1]]
     pool.unregister([copies[1]])
-    assert pool.get_cached_block(b"h") is None and not pool.cached
+    assert not pool.get_cached_run([b"h"]) and not pool.cached
 
 
 def test_reset_refuses_while_a_block_is_in_use():
     pool = BlockPool(2)
     (block,) = pool.get_new_blocks(1)
     pool.register([block], [b"h"])
-    assert not pool.reset() and pool.get_cached_block(b"h") is block
+    assert not pool.reset() and pool.get_cached_run([b"h"]) == [block]
     pool.free_blocks([block])
-    assert pool.reset() and pool.get_cached_block(b"h") is None and block.block_hash is None
+    assert pool.reset() and not pool.get_cached_run([b"h"]) and block.block_hash is None
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -127,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
     def hit(self, data: st.DataObject):
         count = data.draw(st.integers(1, len(self.copies)))
         chosen = [self.copies[block_hash][0] for block_hash in list(self.copies)[:count]]
-        found = [self.pool.get_cached_block(block_hash) for block_hash in list(self.copies)[:count]]
+        found = self.pool.get_cached_run([*list(self.copies)[:count], b"not cached", *self.copies])
         assert [block.block_id for block in found] == chosen
         self.pool.touch(found)
         for block_id in chosen:

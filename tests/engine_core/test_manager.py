@@ -238,3 +238,29 @@ def test_resetting_keeps_the_order_of_the_free_queue():
     assert manager.reset_prefix_cache()
     assert [block.block_id for block in manager.pool.free_queue] == order
     assert manager.get_computed_blocks(new_request("again", list(range(2 * B)))).num_tokens == 0
+
+
+def test_who_lacked_room_lacks_it_until_enough_is_freed_or_found_in_the_cache():
+    manager = KVCacheManager(12, B)
+    others = [new_request(f"other {i}", [i] * (4 * B)) for i in range(2)]
+    for other in others:
+        admit(manager, other)
+    waiting = new_request("waiting", [*range(B), *[1] * (5 * B)])
+
+    def is_refused(num_spare_blocks: int = 0) -> bool:
+        hit = manager.get_computed_blocks(waiting)
+        options = {"reserve_full_sequence": True, "num_spare_blocks": num_spare_blocks}
+        return manager.allocate_slots(waiting, 1, hit, **options) is None
+
+    assert not manager.still_lacks_room(waiting), "it has not tried yet"
+    assert is_refused() and manager.still_lacks_room(waiting), "6 blocks of 4"
+    assert not manager.still_lacks_room(others[0]) and not manager.still_lacks_room(waiting, 1), "nobody asked that"
+
+    first = new_request("first", [*range(B), 9])
+    admit(manager, first)
+    assert not manager.still_lacks_room(waiting), "its first block is cached now"
+    assert is_refused() and manager.still_lacks_room(waiting), "5 blocks more, of 2"
+    manager.free(first)
+    assert manager.still_lacks_room(waiting), "a block freed, and the one it shares: 6 blocks of 4"
+    manager.free(others[0])
+    assert not manager.still_lacks_room(waiting) and not is_refused()

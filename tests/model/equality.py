@@ -170,13 +170,7 @@ def check_equal(references: Sequence[Reference], runs: Sequence[EngineRun]) -> N
 def corrupt_last_cached_block(engine: EngineCore, prompt: list[int]) -> None:
     """Spoil the K/V of the deepest cached full block of `prompt`, as a wrong hit or a stray write would."""
     request = engine.prepare_request(EngineRequest("probe", prompt))
-    pool = engine._scheduler.kv.pool
-    chain = []
-    for block_hash in request.block_hashes:
-        block = pool.get_cached_block(block_hash)
-        if block is None:
-            break
-        chain.append(block)
+    chain = engine._scheduler.kv.pool.get_cached_run(request.block_hashes)
     assert chain, "nothing of this prompt is cached: there is nothing to corrupt"
     runner = engine.runner
     assert isinstance(runner, runner_module.ModelRunner)
