@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# `spare_blocks_per_request` is what each running request may fill while it is measured, one block a round and part.
 WORKLOAD = {
     "block_size": 16,
+    "vocab_size": 150_000,
     "prompt_tokens": 8192,
+    "num_prompts": 8,
     "max_model_len": 1 << 20,
     "num_running": 256,
     "running_tokens": 1024,
@@ -35,41 +36,41 @@ WORKLOAD = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `peer_method` differs where the peer has a cheaper way to the same result."""
+    """A line of the table: `key` of what `method(*arguments)` answers, or the peer's `peer_key`."""
 
     title: str
     method: str
     arguments: tuple[Any, ...]
-    peer_method: str = ""
+    key: str
+    peer_key: str = ""
 
 
 ROWS = [
-    *(
-        row
-        for algo in ("sha256", "sha256_cbor")
-        for row in (
-            Row(f"hash a prompt, {algo}, per block", "hash_prompt", (algo,)),
-            Row(f"… vLLM's bare block function", "hash_prompt", (algo,), "hash_raw"),
-            Row(f"hash the next block, {algo}", "hash_next_block", (algo,)),
-        )
-    ),
-    Row("lookup of 512 blocks, miss", "prompt", ("lookup_miss",)),
-    Row("lookup of 512 blocks, hit", "prompt", ("lookup_hit",)),
-    Row("allocate 512 blocks, miss", "prompt", ("allocate_miss",)),
-    Row("allocate 512 blocks, hit", "prompt", ("allocate_hit",)),
-    Row("free 512 blocks after a miss", "prompt", ("free_miss",)),
-    Row("free 512 blocks after a hit", "prompt", ("free_hit",)),
-    Row("decode append + allocate, per request", "decode_append", ()),
-    Row("schedule(), 256 running", "steps", ("schedule",)),
-    Row("update, 256 running", "steps", ("update",)),
-    *(Row(f"step, {waiting:,} waiting for a seat", "steps", ("both", waiting)) for waiting in (0, 1_000, 10_000)),
-    *(Row(f"step, {cached:,} cached hashes", "steps", ("both", 0, cached)) for cached in (1_000, 100_000)),
-    Row("step, 512 cached blocks waiting for room", "steps", ("both", 0, 0, 8192)),
+    Row("hash per block, sha256", "hashing", ("sha256",), "prompt"),
+    Row("  beside the peer's bare hash function", "hashing", ("sha256",), "prompt", "bare"),
+    Row("hash per block, sha256_cbor", "hashing", ("sha256_cbor",), "prompt"),
+    Row("  beside the peer's bare hash function", "hashing", ("sha256_cbor",), "prompt", "bare"),
+    Row("lookup of a prompt, miss", "prompts", (), "lookup_miss"),
+    Row("lookup of a prompt, 512 blocks hit", "prompts", (), "lookup_hit"),
+    Row("allocate 512 blocks", "prompts", (), "allocate_free"),
+    Row("allocate 512 blocks, evicting as many", "prompts", (), "allocate_evict"),
+    Row("allocate on a hit of 512 blocks", "prompts", (), "allocate_hit"),
+    Row("free 512 blocks", "prompts", (), "free"),
+    Row("free 512 blocks that were hit", "prompts", (), "free_hit"),
+    Row("decode append and allocate, per request", "decode_append", (), "token"),
+    Row("schedule, 256 running", "steps", (0, 0, 0), "schedule"),
+    Row("update, 256 running", "steps", (0, 0, 0), "update"),
+    Row("step, nothing waiting or cached", "steps", (0, 0, 0), "step"),
+    Row("step, 1,000 wait for a seat", "steps", (1_000, 0, 0), "step"),
+    Row("step, 10,000 wait for a seat", "steps", (10_000, 0, 0), "step"),
+    Row("step, 1,000 cached hashes", "steps", (0, 1_000, 0), "step"),
+    Row("step, 100,000 cached hashes", "steps", (0, 100_000, 0), "step"),
+    Row("step, 512 cached blocks wait for room", "steps", (0, 0, 8192), "step"),
 ]
 
 
 class Side:
-    """A process that measures; `ask` waits for its answer in seconds."""
+    """A process that measures; `ask` waits for its answer, seconds by name."""
 
     def __init__(self, command: list[str], workload: dict[str, int]) -> None:
         self._process = subprocess.Popen(
@@ -77,7 +78,7 @@ class Side:
         )
         self._exchange(workload)
 
-    def ask(self, method: str, arguments: tuple[Any, ...]) -> float:
+    def ask(self, method: str, arguments: tuple[Any, ...]) -> dict[str, float]:
         return self._exchange([method, arguments])
 
     def _exchange(self, message: object) -> Any:
@@ -94,16 +95,16 @@ class Side:
 
 def measure(sides: dict[str, Side], num_rounds: int) -> dict[str, list[list[float]]]:
     """Seconds by side, row and round. A round before the first warms caches and builds the schedulers."""
-    times: dict[str, list[list[float]]] = {name: [[] for _ in ROWS] for name in sides}
+    calls = dict.fromkeys((row.method, row.arguments) for row in ROWS)
+    times_s: dict[str, list[list[float]]] = {name: [[] for _ in ROWS] for name in sides}
     for number in range(num_rounds + 1):
-        for index, row in enumerate(ROWS):
-            for name, side in sides.items():
-                method = row.peer_method if name == "vllm" and row.peer_method else row.method
-                elapsed_s = side.ask(method, row.arguments)
-                if number > 0:
-                    times[name][index].append(elapsed_s)
+        answers = {(name, *call): side.ask(*call) for call in calls for name, side in sides.items()}
+        for name in sides if number > 0 else ():
+            for row, row_times_s in zip(ROWS, times_s[name], strict=True):
+                key = row.peer_key if name == "vllm" and row.peer_key else row.key
+                row_times_s.append(answers[name, row.method, row.arguments][key])
         print(f"round {number} of {num_rounds}", file=sys.stderr)
-    return times
+    return times_s
 
 
 def main() -> None:
@@ -112,21 +113,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, help="write workload and all times, in seconds, as JSON")
     arguments = parser.parse_args()
-    workload = WORKLOAD | {"spare_blocks_per_request": 3 * (arguments.rounds + 2)}
+    # Each round, a running request fills one block and begins another.
+    workload = WORKLOAD | {"spare_blocks_per_request": arguments.rounds + 3}
     sides = {"foreword": Side([sys.executable, "-m", "benchmarks.bookkeeping_foreword"], workload)}
     if arguments.peer_python:
         sides["vllm"] = Side([arguments.peer_python, str(HERE / "bookkeeping_vllm.py")], workload)
-    times = measure(sides, arguments.rounds)
+    times_s = measure(sides, arguments.rounds)
     for side in sides.values():
         side.close()
 
     print(f"{'median, µs':<42}" + "".join(f"{name:>10}" for name in sides) + ("   ratio" if len(sides) > 1 else ""))
     for index, row in enumerate(ROWS):
-        medians_us = [1e6 * statistics.median(times[name][index]) for name in sides]
+        medians_us = [1e6 * statistics.median(times_s[name][index]) for name in sides]
         ratio = f"{medians_us[0] / medians_us[1]:>8.2f}" if len(sides) > 1 else ""
         print(f"{row.title:<42}" + "".join(f"{median_us:>10.2f}" for median_us in medians_us) + ratio)
     if arguments.out:
-        rows = [{"title": row.title, **{name: times[name][i] for name in sides}} for i, row in enumerate(ROWS)]
+        rows = [{"title": row.title, **{name: times_s[name][i] for name in sides}} for i, row in enumerate(ROWS)]
         arguments.out.write_text(json.dumps({"workload": workload, "rows": rows}, indent=1))
 
 

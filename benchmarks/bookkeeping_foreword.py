@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.bookkeeping_protocol import mean_of_steps, seconds, serve
+from benchmarks.bookkeeping_protocol import Timings, mean_of_steps, random_token_ids, seconds, serve
 from engine_core.config import HashAlgo
 from engine_core.kv_cache import BlockHasher, KVCacheManager
 from engine_core.kv_cache.manager import PrefixHit
@@ -34,27 +34,17 @@ class Foreword:
         self.hashers[algo].extend(request)
         return request
 
-    def hash_prompt(self, algo: HashAlgo) -> float:
+    def hashing(self, algo: HashAlgo) -> dict[str, float]:
         """Per block of a prompt, from its token ids to the list of hashes."""
-        request = self.request("r", list(range(self.w["prompt_tokens"])), algo)
+        request = self.request("r", random_token_ids(self.w, seed=1), algo)
         request.block_hashes = []
-        return seconds(lambda: self.hashers[algo].extend(request)) / self.num_prompt_blocks
+        return {"prompt": seconds(self.hashers[algo].extend, request) / self.num_prompt_blocks}
 
-    def hash_next_block(self, algo: HashAlgo) -> float:
-        """One block that generated tokens have filled."""
-        request = self.request("r", list(range(self.w["prompt_tokens"])), algo)
-        hashes, extend = request.block_hashes, self.hashers[algo].extend
-
-        def repeat() -> None:
-            for _ in range(256):
-                hashes.pop()
-                extend(request)
-
-        return seconds(repeat) / 256
-
-    def prompt(self, operation: str) -> float:
-        """One prompt, unknown to the cache and then known to it."""
-        manager = KVCacheManager(4 * self.num_prompt_blocks, self.block_size)
+    def prompts(self) -> dict[str, float]:
+        """Whole prompts, unknown to the cache and then known to it; the later half of them evict former ones."""
+        num_prompts = self.w["num_prompts"]
+        manager = KVCacheManager(num_prompts // 2 * self.num_prompt_blocks, self.block_size)
+        timings = Timings()
         hit: PrefixHit
         allocated: Any = None
 
@@ -66,18 +56,24 @@ class Foreword:
             nonlocal allocated
             allocated = manager.allocate_slots(request, request.num_tokens - hit.num_tokens, hit)
 
-        request = self.request("cold", list(range(self.w["prompt_tokens"])))
-        times = {"lookup_miss": seconds(lookup), "allocate_miss": seconds(allocate)}
-        assert hit.num_tokens == 0 and len(allocated) == self.num_prompt_blocks
-        times["free_miss"] = seconds(lambda: manager.free(request))
-        request = self.request("warm", list(range(self.w["prompt_tokens"])))
-        times |= {"lookup_hit": seconds(lookup), "allocate_hit": seconds(allocate)}
-        assert len(hit.blocks) == self.num_prompt_blocks and allocated is not None
-        times["free_hit"] = seconds(lambda: manager.free(request))
-        return times[operation]
+        for index in range(num_prompts):
+            token_ids = random_token_ids(self.w, seed=index)
+            request = self.request("cold", token_ids)
+            timings.time("lookup_miss", lookup)
+            timings.time("allocate_free" if index < num_prompts // 2 else "allocate_evict", allocate)
+            assert hit.num_tokens == 0 and len(allocated) == self.num_prompt_blocks
+            manager.commit_step()
+            timings.time("free", manager.free, request)
+            request = self.request("warm", token_ids)
+            timings.time("lookup_hit", lookup)
+            timings.time("allocate_hit", allocate)
+            assert len(hit.blocks) == self.num_prompt_blocks and allocated is not None
+            manager.commit_step()
+            timings.time("free_hit", manager.free, request)
+        return timings.medians_s()
 
-    def decode_append(self) -> float:
-        """Per request and token: append what was sampled, allocate the slot of the next step."""
+    def decode_append(self) -> dict[str, float]:
+        """Per request and token: append what was sampled, hash the block it fills, allocate the next step's slot."""
         num_requests = self.w["num_running"]
         manager = KVCacheManager(num_requests * 8, self.block_size)
         extend = self.hashers["sha256"].extend
@@ -94,7 +90,7 @@ class Foreword:
                     manager.allocate_slots(request, 1)
                     request.num_computed_tokens += 1
 
-        return seconds(steps) / num_requests / self.block_size
+        return {"token": seconds(steps) / num_requests / self.block_size}
 
     def scheduler(self, num_waiting: int, num_cached: int, head_tokens: int) -> Scheduler:
         """`num_running` requests decoding, `num_waiting` that wait for a seat, `num_cached` hashes nobody uses.
@@ -141,15 +137,15 @@ class Foreword:
         scheduler.update(step, result)
         return scheduled - started, time.perf_counter() - ready
 
-    def steps(self, part: str, num_waiting: int = 0, num_cached: int = 0, head_tokens: int = 0) -> float:
-        """A decode step of `num_running` requests: its `schedule`, its `update` or `both`."""
+    def steps(self, num_waiting: int, num_cached: int, head_tokens: int) -> dict[str, float]:
+        """Decode steps of `num_running` requests."""
         key = f"{num_waiting} {num_cached} {head_tokens}"
         if key not in self._schedulers:
             self._schedulers[key] = self.scheduler(num_waiting, num_cached, head_tokens)
         scheduler = self._schedulers[key]
-        step_s = mean_of_steps(lambda: self.step(scheduler), self.block_size, part)
+        means_s = mean_of_steps(lambda: self.step(scheduler), self.block_size)
         assert len(scheduler.running) == self.w["num_running"]
-        return step_s
+        return means_s
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What both halves of `benchmarks.bookkeeping` share: how to time, and how to answer the benchmark.
 
 One line each way. In: the workload, a JSON object; out: `null` when ready. Then in: `[method, [arguments…]]` of the
-object that measures; out: the seconds it returns.
+object that measures; out: what it returns, seconds by name.
 """
 
 from __future__ import annotations
@@ -9,31 +9,49 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 
-def seconds(function: Callable[[], Any]) -> float:
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
     """What one call takes, with the garbage collector off, as `timeit` does it."""
-    gc.collect()
     gc.disable()
     started = time.perf_counter()
-    function()
+    function(*arguments)
     elapsed_s = time.perf_counter() - started
     gc.enable()
     return elapsed_s
 
 
-def mean_of_steps(step: Callable[[], tuple[float, float]], num_steps: int, part: str) -> float:
-    """Mean seconds of the `schedule`, the `update` or `both` that `step` times, over consecutive steps."""
-    gc.collect()
+def random_token_ids(w: dict[str, Any], seed: int) -> list[int]:
+    """A prompt of the workload; the same one for the same seed on both sides."""
+    return random.Random(seed).choices(range(w["vocab_size"]), k=w["prompt_tokens"])
+
+
+class Timings:
+    """Collects times under names."""
+
+    def __init__(self) -> None:
+        self._times_s: dict[str, list[float]] = {}
+
+    def time(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
+        self._times_s.setdefault(name, []).append(seconds(function, *arguments))
+
+    def medians_s(self) -> dict[str, float]:
+        return {name: statistics.median(times_s) for name, times_s in self._times_s.items()}
+
+
+def mean_of_steps(step: Callable[[], tuple[float, float]], num_steps: int) -> dict[str, float]:
+    """Mean seconds of the `schedule` and the `update` that `step` times, and of both, over consecutive steps."""
     gc.disable()
     measured = [step() for _ in range(num_steps)]
     gc.enable()
     schedule_s, update_s = (sum(times) / num_steps for times in zip(*measured))
-    return {"schedule": schedule_s, "update": update_s, "both": schedule_s + update_s}[part]
+    return {"schedule": schedule_s, "update": update_s, "step": schedule_s + update_s}
 
 
 def serve(make_measurements: Callable[[dict[str, Any]], object]) -> None:

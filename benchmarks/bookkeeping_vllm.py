@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from bookkeeping_protocol import mean_of_steps, seconds, serve
+from bookkeeping_protocol import Timings, mean_of_steps, random_token_ids, seconds, serve
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256, sha256_cbor
@@ -38,7 +38,6 @@ MODEL_CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "vocab_size": 32000,
     "torch_dtype": "float32",
 }
 
@@ -70,36 +69,26 @@ class VLLM:
             hash_block_size=self.block_size,
         )
 
-    def hash_prompt(self, algo: str) -> float:
-        request = self.request("r", list(range(self.w["prompt_tokens"])), algo)
-        hasher = get_request_block_hasher(self.block_size, HASH_FUNCTIONS[algo])
+    def hashing(self, algo: str) -> dict[str, float]:
+        """Per block of a prompt, from its token ids to the list of hashes, and one block's hash alone."""
+        function, token_ids = HASH_FUNCTIONS[algo], random_token_ids(self.w, seed=1)
+        request = self.request("r", token_ids, algo)
+        hasher = get_request_block_hasher(self.block_size, function)
         request.block_hashes = []
-        return seconds(lambda: hasher(request)) / self.num_prompt_blocks
+        prompt_s = seconds(hasher, request) / self.num_prompt_blocks
+        parent, block = bytes(range(32)), token_ids[: self.block_size]
 
-    def hash_next_block(self, algo: str) -> float:
-        request = self.request("r", list(range(self.w["prompt_tokens"])), algo)
-        hasher = get_request_block_hasher(self.block_size, HASH_FUNCTIONS[algo])
-        request.block_hashes = request.block_hashes[:-1]
+        def blocks() -> None:
+            for _ in range(self.num_prompt_blocks):
+                hash_block_tokens(function, parent, block, None)
 
-        def repeat() -> None:
-            for _ in range(256):
-                hasher(request)
+        return {"prompt": prompt_s, "bare": seconds(blocks) / self.num_prompt_blocks}
 
-        return seconds(repeat) / 256
-
-    def hash_raw(self, algo: str) -> float:
-        function, tokens, parent = HASH_FUNCTIONS[algo], list(range(1000, 1000 + self.block_size)), bytes(range(32))
-
-        def repeat() -> None:
-            for _ in range(256):
-                hash_block_tokens(function, parent, tokens, None)
-
-        return seconds(repeat) / 256
-
-    def prompt(self, operation: str) -> float:
-        """One prompt, unknown to the cache and then known to it."""
-        manager = self.manager(4 * self.num_prompt_blocks)
-        request = self.request("cold", list(range(self.w["prompt_tokens"])))
+    def prompts(self) -> dict[str, float]:
+        """Whole prompts, unknown to the cache and then known to it; the later half of them evict former ones."""
+        num_prompts = self.w["num_prompts"]
+        manager = self.manager(num_prompts // 2 * self.num_prompt_blocks)
+        timings = Timings()
         hit: Any = None
         allocated: Any = None
 
@@ -112,17 +101,22 @@ class VLLM:
             blocks, num_tokens, _ = hit
             allocated = manager.allocate_slots(request, request.num_tokens - num_tokens, num_tokens, blocks)
 
-        times = {"lookup_miss": seconds(lookup), "allocate_miss": seconds(allocate)}
-        assert hit[1] == 0 and allocated is not None
-        times["free_miss"] = seconds(lambda: manager.free(request))
-        request = self.request("warm", list(range(self.w["prompt_tokens"])))
-        times |= {"lookup_hit": seconds(lookup), "allocate_hit": seconds(allocate)}
-        assert hit[1] == self.w["prompt_tokens"] - self.block_size and allocated is not None
-        times["free_hit"] = seconds(lambda: manager.free(request))
-        return times[operation]
+        for index in range(num_prompts):
+            token_ids = random_token_ids(self.w, seed=index)
+            request = self.request("cold", token_ids)
+            timings.time("lookup_miss", lookup)
+            timings.time("allocate_free" if index < num_prompts // 2 else "allocate_evict", allocate)
+            assert hit[1] == 0 and allocated is not None
+            timings.time("free", manager.free, request)
+            request = self.request("warm", token_ids)
+            timings.time("lookup_hit", lookup)
+            timings.time("allocate_hit", allocate)
+            assert hit[1] == self.w["prompt_tokens"] - self.block_size and allocated is not None
+            timings.time("free_hit", manager.free, request)
+        return timings.medians_s()
 
-    def decode_append(self) -> float:
-        """Per request and token: append what was sampled, allocate the slot of the next step."""
+    def decode_append(self) -> dict[str, float]:
+        """Per request and token: append what was sampled, hash the block it fills, allocate the next step's slot."""
         num_requests = self.w["num_running"]
         manager = self.manager(num_requests * 8)
         requests = [self.request(f"r{i}", [i] * (32 + i % self.block_size)) for i in range(num_requests)]
@@ -137,7 +131,7 @@ class VLLM:
                     manager.allocate_slots(request, 1)
                     request.num_computed_tokens += 1
 
-        return seconds(steps) / num_requests / self.block_size
+        return {"token": seconds(steps) / num_requests / self.block_size}
 
     def scheduler(self, num_waiting: int, num_cached: int, head_tokens: int) -> Scheduler:
         """`num_running` requests decoding, `num_waiting` that wait for a seat, `num_cached` hashes nobody uses.
@@ -148,7 +142,9 @@ class VLLM:
         num_blocks = w["num_running"] * (w["running_tokens"] // block_size + w["spare_blocks_per_request"])
         num_blocks += num_cached + head_tokens // block_size
         path = Path(tempfile.mkdtemp())
-        (path / "config.json").write_text(json.dumps(MODEL_CONFIG | {"max_position_embeddings": w["max_model_len"]}))
+        (path / "config.json").write_text(
+            json.dumps(MODEL_CONFIG | {"vocab_size": w["vocab_size"], "max_position_embeddings": w["max_model_len"]})
+        )
         cache_config = CacheConfig(block_size=block_size, enable_prefix_caching=True)
         config = VllmConfig(
             model_config=ModelConfig(str(path), skip_tokenizer_init=True, dtype="float32"),
@@ -202,14 +198,15 @@ class VLLM:
         scheduler.update_from_output(scheduled, output)
         return scheduled_at - started, time.perf_counter() - ready_at
 
-    def steps(self, part: str, num_waiting: int = 0, num_cached: int = 0, head_tokens: int = 0) -> float:
+    def steps(self, num_waiting: int, num_cached: int, head_tokens: int) -> dict[str, float]:
+        """Decode steps of `num_running` requests."""
         key = f"{num_waiting} {num_cached} {head_tokens}"
         if key not in self._schedulers:
             self._schedulers[key] = self.scheduler(num_waiting, num_cached, head_tokens)
         scheduler = self._schedulers[key]
-        step_s = mean_of_steps(lambda: self.step(scheduler), self.block_size, part)
+        means_s = mean_of_steps(lambda: self.step(scheduler), self.block_size)
         assert len(scheduler.running) == self.w["num_running"]
-        return step_s
+        return means_s
 
 
 if __name__ == "__main__":
