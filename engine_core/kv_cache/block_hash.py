@@ -37,6 +37,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
+from typing import Protocol
 
 import cbor2
 import xxhash
@@ -61,15 +62,15 @@ def _cbor_array_head(length: int) -> bytes:
     return _cbor([None] * length).removesuffix(_cbor(None) * length)
 
 
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+class _Hash(Protocol):
+    def digest(self) -> bytes: ...
 
 
-_HASH_FUNCTIONS: dict[HashAlgo, Callable[[bytes], bytes]] = {
-    "sha256": _sha256,
-    "sha256_cbor": _sha256,
-    "xxhash": xxhash.xxh3_128_digest,
-    "xxhash_cbor": xxhash.xxh3_128_digest,
+_HASHES: dict[HashAlgo, Callable[[bytes], _Hash]] = {
+    "sha256": hashlib.sha256,
+    "sha256_cbor": hashlib.sha256,
+    "xxhash": xxhash.xxh3_128,
+    "xxhash_cbor": xxhash.xxh3_128,
 }
 
 
@@ -173,11 +174,11 @@ class BlockHasher:
     """
 
     def __init__(self, algo: HashAlgo, block_size: int, *, seed: str | None = None, namespace: str = "") -> None:
-        if algo not in _HASH_FUNCTIONS:
-            raise InvalidConfigError(f"prefix_caching_hash_algo: {algo!r} is none of {', '.join(_HASH_FUNCTIONS)}")
+        if algo not in _HASHES:
+            raise InvalidConfigError(f"prefix_caching_hash_algo: {algo!r} is none of {', '.join(_HASHES)}")
         self.algo: HashAlgo = algo
         self.block_size = block_size
-        self._hash = _HASH_FUNCTIONS[algo]
+        self._hash = _HASHES[algo]
         is_cbor = algo.endswith("_cbor")
         if is_cbor:
             seed = os.environ.get("PYTHONHASHSEED", seed)
@@ -188,13 +189,14 @@ class BlockHasher:
         # The hashed bytes are before_parent ‖ parent ‖ before_tokens ‖ tokens ‖ extra keys.
         self._encode_blocks: Callable[[Sequence[int], int], Iterable[bytes]]
         if is_cbor:
-            self.root = self._hash(_cbor(namespace if seed is None else seed))
+            self.root = self._hash(_cbor(namespace if seed is None else seed)).digest()
             self._before_parent = _cbor_array_head(3) + _cbor(self.root).removesuffix(self.root)
             self._before_tokens = _cbor_array_head(block_size)
             self._encode_blocks = CborTokenIds().blocks
             self._encode_extra_keys = encode_tagged_extra_keys
         else:
-            self.root = self._hash(_ROOT_TAG + namespace.encode() + (b"" if seed is None else b"\0" + seed.encode()))
+            seeded = namespace if seed is None else f"{namespace}\0{seed}"
+            self.root = self._hash(_ROOT_TAG + seeded.encode()).digest()
             self._before_parent = b""
             self._before_tokens = struct.pack("<I", block_size)
             self._encode_blocks = encode_blocks
@@ -216,10 +218,10 @@ class BlockHasher:
         extra_keys: Iterable[bytes] = repeat(self._no_extra_keys)
         if request.extra_key_spans:
             extra_keys = self._extra_keys(request.extra_key_spans, first, end - first)
-        digest, before_parent, before_tokens = self._hash, self._before_parent, self._before_tokens
+        new_hash, before_parent, before_tokens = self._hash, self._before_parent, self._before_tokens
         parent = hashes[-1] if hashes else self.root
         for tokens, keys in zip(blocks, extra_keys):
-            parent = digest(before_parent + parent + before_tokens + tokens + keys)
+            parent = new_hash(before_parent + parent + before_tokens + tokens + keys).digest()
             hashes.append(parent)
 
     def _extra_keys(self, spans: Sequence[ExtraKeySpan], first: int, num_blocks: int) -> Iterator[bytes]:

@@ -108,9 +108,9 @@ class KVCacheManager:
     def still_lacks_room(self, request: Request, num_spare_blocks: int = 0) -> bool:
         """Whether `allocate_slots` with `reserve_full_sequence`, refused to this request before, would be again.
 
-        O(1), without a lookup; False says nothing. What a request lacks is the pool's size less what it needs in all
-        and less what is in use and not part of its hit. Taking blocks, evicting them and touching them never adds
-        to that, so it stays short until enough blocks were freed or its hit has grown.
+        O(1), without a lookup; False says nothing. A request lacks what it needs in all, plus what is in use and no
+        part of its hit, less the pool. To take, touch or evict blocks never lessens that: only to free enough of them
+        does, or a longer hit.
         """
         shortage = self._shortage
         return (
