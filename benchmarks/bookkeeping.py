@@ -36,7 +36,7 @@ WORKLOAD = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: `key` of what `method(*arguments)` answers, or the peer's `peer_key`."""
+    """A line of the table: `key` of what `method(*arguments)` answers, beside the same of the peer or its `peer_key`."""
 
     title: str
     method: str
@@ -47,9 +47,9 @@ class Row:
 
 ROWS = [
     Row("hash per block, sha256", "hashing", ("sha256",), "prompt"),
-    Row("  beside the peer's bare hash function", "hashing", ("sha256",), "prompt", "bare"),
+    Row("  … beside the peer's bare block function", "hashing", ("sha256",), "prompt", "bare"),
     Row("hash per block, sha256_cbor", "hashing", ("sha256_cbor",), "prompt"),
-    Row("  beside the peer's bare hash function", "hashing", ("sha256_cbor",), "prompt", "bare"),
+    Row("  … beside the peer's bare block function", "hashing", ("sha256_cbor",), "prompt", "bare"),
     Row("lookup of a prompt, miss", "prompts", (), "lookup_miss"),
     Row("lookup of a prompt, 512 blocks hit", "prompts", (), "lookup_hit"),
     Row("allocate 512 blocks", "prompts", (), "allocate_free"),

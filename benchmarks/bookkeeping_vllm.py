@@ -70,19 +70,24 @@ class VLLM:
         )
 
     def hashing(self, algo: str) -> dict[str, float]:
-        """Per block of a prompt, from its token ids to the list of hashes, and one block's hash alone."""
-        function, token_ids = HASH_FUNCTIONS[algo], random_token_ids(self.w, seed=1)
-        request = self.request("r", token_ids, algo)
+        """Per block of a prompt, from its token ids to the list of hashes; `bare`: the function that hashes a block."""
+        function = HASH_FUNCTIONS[algo]
         hasher = get_request_block_hasher(self.block_size, function)
-        request.block_hashes = []
-        prompt_s = seconds(hasher, request) / self.num_prompt_blocks
-        parent, block = bytes(range(32)), token_ids[: self.block_size]
+        timings = Timings()
 
-        def blocks() -> None:
-            for _ in range(self.num_prompt_blocks):
-                hash_block_tokens(function, parent, block, None)
+        def hash_each(blocks: list[list[int]]) -> None:
+            parent = None
+            for block in blocks:
+                parent = hash_block_tokens(function, parent, block, None)
 
-        return {"prompt": prompt_s, "bare": seconds(blocks) / self.num_prompt_blocks}
+        for index in range(self.w["num_prompts"]):
+            token_ids = random_token_ids(self.w, seed=index)
+            request = self.request("r", token_ids, algo)
+            request.block_hashes = []
+            timings.time("prompt", hasher, request)
+            starts = range(0, len(token_ids), self.block_size)
+            timings.time("bare", hash_each, [token_ids[start : start + self.block_size] for start in starts])
+        return {name: median_s / self.num_prompt_blocks for name, median_s in timings.medians_s().items()}
 
     def prompts(self) -> dict[str, float]:
         """Whole prompts, unknown to the cache and then known to it; the later half of them evict former ones."""

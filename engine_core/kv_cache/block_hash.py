@@ -29,25 +29,23 @@ Its root is H(cbor(seed)).
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
 import struct
-import sys
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Protocol
 
 import cbor2
-import numpy as np
 import xxhash
 
 from engine_core.config import HashAlgo
 from engine_core.errors import InvalidConfigError
 from engine_core.request import Request
 from ipc.messages import ExtraKeySpan
+
+from .token_bytes import cbor_token_bytes, own_token_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +55,6 @@ _KIND_ORDER = {"lora": 0, "mm": 1, "cache_salt": 2, "prompt_embeds": 3}
 
 def _cbor(value: object) -> bytes:
     return cbor2.dumps(value, canonical=True)
-
-
-@functools.cache
-def _cbor_array_head(length: int) -> bytes:
-    """What comes before the elements of an array."""
-    return _cbor([None] * length).removesuffix(_cbor(None) * length)
 
 
 class _Hash(Protocol):
@@ -136,51 +128,6 @@ def encode_tagged_extra_keys(spans: Sequence[ExtraKeySpan], start: int, end: int
     return _cbor(tagged_extra_keys(spans, start, end))
 
 
-def encode_blocks(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Each block's token ids in Foreword's own layout. `token_ids` fill whole blocks.
-
-    Raises:
-        OverflowError: an id is not within [0, 2^32).
-    """
-    encoded = array("I", token_ids)
-    if sys.byteorder == "big":
-        encoded.byteswap()
-    data, size = encoded.tobytes(), encoded.itemsize * block_size
-    return [data[start : start + size] for start in range(0, len(data), size)]
-
-
-# CBOR has four classes of integers below 2^32: where each but the first starts, how many bytes its integers take, and
-# its initial byte at its place in the big-endian number that those bytes make up.
-_CBOR_CLASS_STARTS = np.array([24, 1 << 8, 1 << 16], dtype=np.uint64)
-_CBOR_CLASS_BYTES = np.array([1, 2, 3, 5])
-_CBOR_CLASS_INITIALS = np.array([0, 24 << 8, 25 << 16, 26 << 32], dtype=np.uint64)
-# … and which of the eight bytes of that number are used, as eight booleans in one word.
-_CBOR_CLASS_MASKS = (np.arange(8) >= 8 - _CBOR_CLASS_BYTES[:, None]).view(np.uint64)[:, 0]
-# numpy takes about 15 µs to begin with; generation fills blocks one at a time.
-_CBOR_MANY_BLOCKS = 12
-
-
-def encode_cbor_blocks(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The canonical CBOR of each block's token ids, one after the other. `token_ids` fill whole blocks."""
-    if len(token_ids) < _CBOR_MANY_BLOCKS * block_size:
-        return _encode_cbor_blocks_singly(token_ids, block_size)
-    try:
-        values = np.array(array("I", token_ids), dtype=np.uint64)
-    except OverflowError:
-        return _encode_cbor_blocks_singly(token_ids, block_size)
-    classes = np.digitize(values, _CBOR_CLASS_STARTS)
-    numbers = (values + _CBOR_CLASS_INITIALS[classes]).astype(">u8")
-    data = numbers.view(np.uint8)[_CBOR_CLASS_MASKS[classes].view(np.bool_)].tobytes()
-    ends = _CBOR_CLASS_BYTES[classes].reshape(-1, block_size).sum(axis=1).cumsum().tolist()
-    return [data[start:end] for start, end in zip([0, *ends], ends)]
-
-
-def _encode_cbor_blocks_singly(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    head = _cbor_array_head(block_size)
-    starts = range(0, len(token_ids), block_size)
-    return [_cbor(token_ids[start : start + block_size]).removeprefix(head) for start in starts]
-
-
 class BlockHasher:
     """Hashes blocks of `block_size` tokens with one algorithm and one root.
 
@@ -205,19 +152,17 @@ class BlockHasher:
             logger.warning("hash_not_cryptographic algo=%s risk=%r", algo, "crafted prompts can hit a stranger's cache")
             if seed is None:
                 seed = os.urandom(32).hex()
-        # The hashed bytes are before_parent ‖ parent ‖ before_tokens ‖ tokens ‖ extra keys.
+        # The hashed bytes are before_parent ‖ parent ‖ tokens ‖ extra keys.
         if is_cbor:
             self.root = self._hash(_cbor(namespace if seed is None else seed)).digest()
-            self._before_parent = _cbor_array_head(3) + _cbor(self.root).removesuffix(self.root)
-            self._before_tokens = _cbor_array_head(block_size)
-            self._encode_blocks = encode_cbor_blocks
+            self._before_parent = _cbor((self.root, None, None)).partition(self.root)[0]
+            self._token_bytes = cbor_token_bytes
             self._encode_extra_keys = encode_tagged_extra_keys
         else:
             seeded = namespace if seed is None else f"{namespace}\0{seed}"
             self.root = self._hash(_ROOT_TAG + seeded.encode()).digest()
             self._before_parent = b""
-            self._before_tokens = struct.pack("<I", block_size)
-            self._encode_blocks = encode_blocks
+            self._token_bytes = own_token_bytes
             self._encode_extra_keys = encode_extra_keys
         self._no_extra_keys = self._encode_extra_keys((), 0, block_size)
 
@@ -232,14 +177,14 @@ class BlockHasher:
         first, end = len(hashes), len(token_ids) // block_size
         if first == end:
             return
-        blocks = self._encode_blocks(token_ids[first * block_size : end * block_size], block_size)
+        blocks = self._token_bytes(token_ids[first * block_size : end * block_size], block_size)
         extra_keys: Iterable[bytes] = repeat(self._no_extra_keys)
         if request.extra_key_spans:
             extra_keys = self._extra_keys(request.extra_key_spans, first, end - first)
-        new_hash, before_parent, before_tokens = self._hash, self._before_parent, self._before_tokens
+        new_hash, before_parent = self._hash, self._before_parent
         parent = hashes[-1] if hashes else self.root
         for tokens, keys in zip(blocks, extra_keys):
-            parent = new_hash(before_parent + parent + before_tokens + tokens + keys).digest()
+            parent = new_hash(before_parent + parent + tokens + keys).digest()
             hashes.append(parent)
 
     def _extra_keys(self, spans: Sequence[ExtraKeySpan], first: int, num_blocks: int) -> Iterator[bytes]:

@@ -218,8 +218,22 @@ def test_an_unknown_algorithm_is_named():
         BlockHasher("md5", 16)
 
 
-def test_token_ids_beyond_32_bits_are_an_error_not_a_collision():
+@pytest.mark.parametrize("num_blocks", [1, 12, 40])
+def test_token_ids_beyond_32_bits_are_an_error_not_a_collision(num_blocks: int):
     hasher = BlockHasher("sha256", 1)
     for token_id in (-1, 2**32):
         with pytest.raises(OverflowError):
-            hasher.extend(make_request("r", [token_id]))
+            hasher.extend(make_request("r", [0] * (num_blocks - 1) + [token_id]))
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_prompt_hashed_in_two_parts_has_the_same_hashes(algo: str):
+    hasher = BlockHasher(algo, 4, seed="s", namespace="n")
+    tokens = [token % 2**32 for token in range(0, 2**34, 2**34 // 160)]
+    whole = hashes_of(hasher, tokens)
+    for first_part in (4, 60, 140):
+        request = make_request("r", tokens[:first_part])
+        hasher.extend(request)
+        request.token_ids += tokens[first_part:]
+        hasher.extend(request)
+        assert request.block_hashes == whole
