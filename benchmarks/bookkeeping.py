@@ -36,7 +36,7 @@ WORKLOAD = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: `key` of what `method(*arguments)` answers, beside the same of the peer or its `peer_key`."""
+    """A line of the table: `key` of what `method(*arguments)` answers, beside the peer's `peer_key`, or the same."""
 
     title: str
     method: str

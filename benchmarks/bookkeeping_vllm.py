@@ -138,6 +138,24 @@ class VLLM:
 
         return {"token": seconds(steps) / num_requests / self.block_size}
 
+    def config(self, max_num_seqs: int) -> VllmConfig:
+        w = self.w
+        model = MODEL_CONFIG | {"vocab_size": w["vocab_size"], "max_position_embeddings": w["max_model_len"]}
+        with tempfile.TemporaryDirectory() as path:
+            (Path(path) / "config.json").write_text(json.dumps(model))
+            return VllmConfig(
+                model_config=ModelConfig(path, skip_tokenizer_init=True, dtype="float32"),
+                cache_config=CacheConfig(block_size=self.block_size, enable_prefix_caching=True),
+                scheduler_config=SchedulerConfig(
+                    max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=w["max_num_batched_tokens"],
+                    max_model_len=w["max_model_len"],
+                    is_encoder_decoder=False,
+                    enable_chunked_prefill=True,
+                    async_scheduling=False,
+                ),
+            )
+
     def scheduler(self, num_waiting: int, num_cached: int, head_tokens: int) -> Scheduler:
         """`num_running` requests decoding, `num_waiting` that wait for a seat, `num_cached` hashes nobody uses.
 
@@ -146,25 +164,8 @@ class VLLM:
         w, block_size = self.w, self.block_size
         num_blocks = w["num_running"] * (w["running_tokens"] // block_size + w["spare_blocks_per_request"])
         num_blocks += num_cached + head_tokens // block_size
-        path = Path(tempfile.mkdtemp())
-        (path / "config.json").write_text(
-            json.dumps(MODEL_CONFIG | {"vocab_size": w["vocab_size"], "max_position_embeddings": w["max_model_len"]})
-        )
-        cache_config = CacheConfig(block_size=block_size, enable_prefix_caching=True)
-        config = VllmConfig(
-            model_config=ModelConfig(str(path), skip_tokenizer_init=True, dtype="float32"),
-            cache_config=cache_config,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=w["num_running"] + bool(head_tokens),
-                max_num_batched_tokens=w["max_num_batched_tokens"],
-                max_model_len=w["max_model_len"],
-                is_encoder_decoder=False,
-                enable_chunked_prefill=True,
-                async_scheduling=False,
-            ),
-        )
-        cache_config.block_size = block_size
-        cache_config.num_gpu_blocks = num_blocks + 1
+        config = self.config(max_num_seqs=w["num_running"] + bool(head_tokens))
+        config.cache_config.num_gpu_blocks = num_blocks + 1
         scheduler = Scheduler(
             config, self.kv_cache_config(num_blocks), StructuredOutputManager(config), block_size=block_size
         )
