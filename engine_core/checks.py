@@ -21,6 +21,8 @@ MAX_SPANS_PER_TOKEN = 16
 MAX_INT32 = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_CONTINUATIONS = 128
+# They go out in one message, with at most 15 bytes for each (`ipc.codec.WireLimits.max_body_bytes`).
+MAX_PROMPT_LOGPROB_VALUES = 1_000_000
 MAX_BAD_WORD_TOKENS = 65_536
 
 
@@ -69,6 +71,7 @@ def check_request(request: EngineRequest, capabilities: EngineCapabilities) -> N
     _check_prompt(request.prompt_token_ids, capabilities)
     _check_spans(request.extra_key_spans, capabilities.max_model_len)
     _check_sampling(request.sampling_params, capabilities)
+    _check_prompt_logprobs(request)
     if request.arrival_time_s is not None and not math.isfinite(request.arrival_time_s):
         raise InvalidRequestError(f"arrival_time_s: must be finite, is {request.arrival_time_s}", "arrival_time_s")
 
@@ -153,6 +156,17 @@ def _check_sampling(params: SamplingParams, capabilities: EngineCapabilities) ->
             raise InvalidRequestError(f"{name}: must be in 0 … {MAX_LOGPROBS}, is {value}", name)
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise InvalidRequestError(f"seed: must be a signed 64-bit integer, is {params.seed}", "seed")
+
+
+def _check_prompt_logprobs(request: EngineRequest) -> None:
+    num_top_tokens, num_tokens = request.sampling_params.prompt_logprobs, len(request.prompt_token_ids)
+    # Besides the likeliest tokens: the prompt's own, and its rank.
+    if num_top_tokens is not None and (num_values := num_tokens * (num_top_tokens + 2)) > MAX_PROMPT_LOGPROB_VALUES:
+        raise InvalidRequestError(
+            f"prompt_logprobs: {num_top_tokens} for each of {num_tokens} prompt tokens make {num_values} values with"
+            f" those of the prompt itself, at most {MAX_PROMPT_LOGPROB_VALUES} are allowed",
+            "prompt_logprobs",
+        )
 
 
 def _check_logit_settings(params: SamplingParams, vocab_size: int) -> None:

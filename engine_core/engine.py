@@ -133,6 +133,14 @@ class EngineCore:
         """End these requests now; no output will mention them again. Unknown ids are ignored. Returns those ended."""
         return self._scheduler.abort(request_ids)
 
+    def abort_continuations(self, continuations: Iterable[tuple[str, int]]) -> None:
+        """End single continuations, `(request_id, index)` each, from their request's first output on; others run on.
+
+        No output will mention them again; an output that would have ended their request may have been theirs. Unknown
+        ones are ignored.
+        """
+        self._scheduler.abort_continuations(continuations)
+
     def step(self) -> EngineOutputs:
         """Compute one step. Empty if nothing is unfinished.
 

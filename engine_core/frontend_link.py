@@ -92,6 +92,11 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class AbortContinuations:
+    continuations: list[tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Reset:
     """`answer` takes the result, in any thread, and never waits."""
 
@@ -104,7 +109,7 @@ class Stop:
     exit_code: int
 
 
-Command: TypeAlias = Add | Abort | Reset | Stop
+Command: TypeAlias = Add | Abort | AbortContinuations | Reset | Stop
 
 
 class FrontendLink:
@@ -248,6 +253,7 @@ class FrontendLink:
             self._add(frontend, message.request)
         elif isinstance(message, AbortRequests):
             self._abort(frontend, message.request_ids)
+            self._abort_continuations(frontend, message.continuations)
         elif isinstance(message, GetStats):
             self._enqueue(frontend, Stats(message.call_id, self._stats(), dict(self.drops.counts)))
         elif isinstance(message, ResetPrefixCache):
@@ -320,6 +326,15 @@ class FrontendLink:
         if engine_ids:
             self._commands.put(Abort(engine_ids))
 
+    def _abort_continuations(self, frontend: FrontendSession, continuations: Iterable[tuple[str, int]]) -> None:
+        known = [
+            (engine_id, index)
+            for own_id, index in continuations
+            if (engine_id := frontend.engine_ids.get(own_id)) is not None
+        ]
+        if known:
+            self._commands.put(AbortContinuations(known))
+
     def _forget(self, frontend: FrontendSession, reason: str) -> None:
         if self._frontends.pop(frontend.identity, None) is None:
             return
@@ -362,6 +377,10 @@ class FrontendLink:
                 del self._requests[output.request_id]
                 del frontend.engine_ids[own_id]
             output.request_id = own_id
+            if output.prompt_logprobs is not None:
+                # The engine sees to it that one fits a message; several together may not.
+                self._enqueue(frontend, EngineOutputs([output]))
+                continue
             shares.setdefault(frontend, []).append(output)
         for frontend, share in shares.items():
             self._enqueue(frontend, EngineOutputs(share))

@@ -89,7 +89,7 @@ class Request:
     def fork(self, index: int) -> Request:
         """Another continuation of the same prompt, with randomness of its own. Nothing of it is computed yet."""
         child = copy.copy(self)
-        child.request_id = f"{self.request_id}\0{index}"
+        child.request_id = continuation_id(self.request_id, index)
         child.index = index
         child.parent = self
         child.token_ids = self.token_ids[: self.num_prompt_tokens]
@@ -124,6 +124,11 @@ class Request:
             f"Request({self.request_id!r}, {self.status.name}, {self.num_prompt_tokens}+{self.num_output_tokens}"
             f" tokens, {self.num_computed_tokens} computed)"
         )
+
+
+def continuation_id(output_id: str, index: int) -> str:
+    """The `Request.request_id` of a caller's request's continuation."""
+    return f"{output_id}\0{index}" if index else output_id
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -16,7 +16,7 @@ from ipc.messages import FinishReason, RequestOutput
 
 from .config import SchedulingPolicy
 from .kv_cache import KVCacheManager, PrefixHit
-from .request import Request, RequestStatus
+from .request import Request, RequestStatus, continuation_id
 from .runner import ScheduledRequest, StepResult
 from .stats import SchedulerCounters
 from .waiting_queue import make_waiting_queue
@@ -111,13 +111,27 @@ class Scheduler:
                 continue
             family = self._families.get(output_id)
             for request in [self.requests[output_id]] if family is None else family.copy():
-                if request.status is RequestStatus.RUNNING:
-                    self.running.remove(request)
-                else:
-                    self.waiting.remove(request)
-                self._finish(request)
+                self._abort(request)
             aborted.append(output_id)
         return aborted
+
+    def abort_continuations(self, continuations: Iterable[tuple[str, int]]) -> None:
+        """End single continuations, `(caller's id, index)` each, and free their blocks; the others run on.
+
+        Ignored are those that are unknown, and those of a request that had no output yet: one of them computes the
+        prompt for all.
+        """
+        for output_id, index in continuations:
+            request = self.requests.get(continuation_id(output_id, index))
+            if request is not None and (request.index > 0 or request.num_output_tokens > 0):
+                self._abort(request)
+
+    def _abort(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._finish(request)
 
     def schedule(self) -> Step:
         """Plan one step and allocate its slots. Follow it with `update`, or with `withdraw` if it cannot run."""

@@ -27,7 +27,7 @@ from ipc.sockets import check_private, socket_path
 
 from .config import EngineConfig
 from .errors import InvalidConfigError
-from .frontend_link import Abort, Add, Command, FrontendLink, LinkSettings, Reset, Stop
+from .frontend_link import Abort, AbortContinuations, Add, Command, FrontendLink, LinkSettings, Reset, Stop
 
 if TYPE_CHECKING:
     from .engine import EngineCore
@@ -89,9 +89,11 @@ class EngineCoreServer:
             while True:
                 yield self._commands.get_nowait()
 
-    def _obey(self, command: Add | Abort | Reset) -> None:
+    def _obey(self, command: Add | Abort | AbortContinuations | Reset) -> None:
         if isinstance(command, Abort):
             self.engine.abort_requests(command.request_ids)
+        elif isinstance(command, AbortContinuations):
+            self.engine.abort_continuations(command.continuations)
         elif isinstance(command, Add):
             self.engine.add_prepared(command.request)
         else:

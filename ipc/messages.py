@@ -201,9 +201,14 @@ class AddRequest(Struct, array_like=True, tag="add", frozen=True):
 
 
 class AbortRequests(Struct, array_like=True, tag="abort", frozen=True):
-    """Frontend → engine. Unknown ids are ignored: they may have finished meanwhile."""
+    """Frontend → engine. Unknown ids are ignored: they may have finished meanwhile.
+
+    `continuations`, `(request id, index)` each, end singly, from the request's first output on; the others run on. When
+    the last one ends so, no output says that the request is over: its sender aborts it as a whole to free its id.
+    """
 
     request_ids: list[str]
+    continuations: list[tuple[str, int]] = []
 
 
 class Heartbeat(Struct, array_like=True, tag="heartbeat", frozen=True):

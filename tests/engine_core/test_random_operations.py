@@ -113,12 +113,19 @@ class Workload:
         unfinished = sorted({request.output_id for request in self.engine._scheduler.requests.values()})
         self.engine.abort_requests(self.rng.sample(unfinished, min(len(unfinished), self.rng.randint(1, 3))))
 
+    def abort_continuation(self) -> None:
+        unfinished = list(self.engine._scheduler.requests.values())
+        for request in self.rng.sample(unfinished, min(len(unfinished), self.rng.randint(1, 3))):
+            self.engine.abort_continuations([(request.output_id, request.index)])
+
     def reset(self) -> None:
         self.engine.reset_prefix_cache(reset_running_requests=self.rng.random() < 0.5)
 
     def run(self, num_operations: int) -> None:
         operations = self.rng.choices(
-            [self.add, self.step, self.abort, self.reset], weights=[25, 70, 4, 1], k=num_operations
+            [self.add, self.step, self.abort, self.abort_continuation, self.reset],
+            weights=[25, 70, 4, 4, 1],
+            k=num_operations,
         )
         for operation in operations:
             operation()

@@ -50,7 +50,7 @@ REQUEST = EngineRequest(
     extra_key_spans=(ExtraKeySpan(0, 1, "cache_salt", "s"), ExtraKeySpan(1, None, "mm", b"\xff\x00", "picture")),
     arrival_time_s=12.5,
 )
-FRONTEND_MESSAGES = [Hello(), AddRequest(REQUEST), AbortRequests(["a", "b"]), Heartbeat(), Goodbye()]
+FRONTEND_MESSAGES = [Hello(), AddRequest(REQUEST), AbortRequests(["a", "b"], [("c", 1)]), Heartbeat(), Goodbye()]
 ENGINE_MESSAGES = [
     Welcome(EngineCapabilities("m", 100, 50, 16, 8, "sha256", "00ff")),
     Refused("no"),
