@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,14 @@ MAX_PROMPT_TOKENS = MAX_PROMPT_LOGPROB_VALUES // 22
 
 
 class LargeRunner(FakeRunner):
+    """Computes nothing before it `may_run`."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=40_000)
+        self.may_run = threading.Event()
+
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
+        assert self.may_run.wait(20)
         result = super().execute(batch)
         for place, logprobs in result.prompt_logprobs.items():
             result.prompt_logprobs[place] = [LARGE] * len(logprobs)
@@ -30,8 +38,13 @@ class LargeRunner(FakeRunner):
 
 
 @pytest.fixture
-def engine() -> EngineCore:
-    return EngineCore(EngineConfig(max_num_batched_tokens=3 * MAX_PROMPT_TOKENS), LargeRunner(num_blocks=40_000))
+def runner() -> LargeRunner:
+    return LargeRunner()
+
+
+@pytest.fixture
+def engine(runner: LargeRunner) -> EngineCore:
+    return EngineCore(EngineConfig(max_num_batched_tokens=3 * MAX_PROMPT_TOKENS), runner)
 
 
 def request(request_id: str, num_tokens: int, num_top_tokens: int) -> EngineRequest:
@@ -49,14 +62,22 @@ def test_the_most_that_is_allowed_fits_a_message(engine: EngineCore, num_top_tok
     assert refusal.value.param == "prompt_logprobs"
 
 
-def test_those_of_several_requests_in_one_step_go_out_one_by_one(engine: EngineCore, tmp_path: Path) -> None:
+def test_those_of_several_requests_in_one_step_go_out_one_by_one(
+    engine: EngineCore, runner: LargeRunner, tmp_path: Path
+) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with running_server(private_endpoint(tmp_path), engine=engine) as server:
         frontend = BareFrontend(context, private_endpoint(tmp_path))
         frontend.hello()
+        frontend.add("first", [1], 1)
+        wait_until(engine.has_unfinished_requests)
         for n in range(2):
             frontend.send(AddRequest(request(f"r{n}", MAX_PROMPT_TOKENS, 20)))
-        outputs = [next(frontend.outputs()) for _ in range(2)]
+        wait_until(lambda: server._commands.qsize() == 2)
+        runner.may_run.set()
+        first, *outputs = [next(frontend.outputs()) for _ in range(3)]
+        assert first.request_id == "first"
+        assert engine.stats().steps == 2
         assert [len(output.prompt_logprobs or []) for output in outputs] == [MAX_PROMPT_TOKENS] * 2
         wait_until(lambda: is_idle(server.engine))
     context.destroy(linger=0)
