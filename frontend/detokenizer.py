@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -37,8 +38,33 @@ def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
     if kinds == ["ByteLevel"]:
         token_bytes = _TokenBytes(tokenizer, special_ids)
         return lambda: ByteLevelDetokenizer(token_bytes)
-    byte_tokens = _byte_fallback_ids(tokenizer) if "ByteFallback" in kinds else frozenset()
+    byte_tokens = frozenset(_byte_fallback_bytes(tokenizer)) if "ByteFallback" in kinds else frozenset()
     return lambda: WindowDetokenizer(tokenizer, special_ids, byte_tokens)
+
+
+def token_bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """Return a function: a token's id → what it stands for by itself, in UTF-8.
+
+    That may be part of a character. Special tokens are spelled as they are written; ids outside the vocabulary stand
+    for nothing. A leading space that a decoder strips from the beginning of a text is the token's own.
+    """
+    kinds = _decoder_kinds(tokenizer)
+    if kinds == ["ByteLevel"]:
+        return _TokenBytes(tokenizer, frozenset()).__getitem__
+    byte_tokens = _byte_fallback_bytes(tokenizer) if "ByteFallback" in kinds else {}
+    # What a token looks like behind another one, whatever that is.
+    context = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+    before = tokenizer.decode(context, skip_special_tokens=False)
+
+    @cache
+    def token_bytes(token_id: int) -> bytes:
+        if (value := byte_tokens.get(token_id)) is not None:
+            return value
+        if tokenizer.id_to_token(token_id) is None:
+            return b""
+        return tokenizer.decode([*context, token_id], skip_special_tokens=False)[len(before) :].encode()
+
+    return token_bytes
 
 
 class ByteLevelDetokenizer:
@@ -125,6 +151,7 @@ def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
     return [part["type"] for part in state.get("decoders", [state])]
 
 
-def _byte_fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    ids = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    return frozenset(i for i in ids if i is not None)
+def _byte_fallback_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """Of each byte-fallback token."""
+    ids = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), bytes([byte])) for byte in range(256))
+    return {token_id: value for token_id, value in ids if token_id is not None}

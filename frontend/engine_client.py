@@ -70,19 +70,21 @@ class RequestStream:
 
     An async context manager: leaving it aborts the request if it has not finished. An async iterator for one
     consumer: each item carries at least one new token or the `finish_reason` (`stop`, `length` or `abort`) of one
-    continuation, and the last one `ends_request`. A slow consumer loses nothing: what arrived meanwhile comes as one
-    item per continuation. `on_arrival`, if set before anything was awaited, is told each output when it arrives,
-    however slow the consumer is; it must not change it.
+    continuation; after the last continuation's end it stops. A slow consumer loses nothing: what arrived meanwhile
+    comes as one item per continuation, the one that has waited longest first. `on_arrival`, if set before anything was
+    awaited, is told each output when it arrives, however slow the consumer is; it must not change it.
 
     Raises (from iteration, after all tokens that arrived were handed over):
         EngineUnavailableError: the engine was lost.
         RequestRefusedError: the engine refused the request, or gave it up.
     """
 
-    def __init__(self, client: EngineClient, request_id: str) -> None:
+    def __init__(self, client: EngineClient, request_id: str, num_continuations: int) -> None:
         self.request_id = request_id
         self.on_arrival: Callable[[RequestOutput], None] | None = None
         self._client = client
+        # Counted here: the engine cannot tell that a request is over whose last continuation was aborted.
+        self._unfinished = set(range(num_continuations))
         self._pending: dict[int, RequestOutput] = {}
         self._failure: Exception | None = None
         self._ended = False
@@ -107,6 +109,20 @@ class RequestStream:
         self._ended = True
         self._changed.set()
 
+    def abort_continuation(self, index: int) -> None:
+        """End one continuation, of which an output has come: no other will. Idempotent, never blocks.
+
+        The others run on; without any left, the request is aborted.
+        """
+        if index not in self._unfinished:
+            return
+        self._unfinished.discard(index)
+        self._pending.pop(index, None)
+        if self._unfinished:
+            self._client._abort_continuation(self.request_id, index)
+        else:
+            self.abort()
+
     def __aiter__(self) -> Self:
         return self
 
@@ -123,19 +139,22 @@ class RequestStream:
             await self._changed.wait()
 
     def _deliver(self, output: RequestOutput) -> None:
-        if self.on_arrival is not None:
+        if self.on_arrival is not None and output.index in self._unfinished:
             self.on_arrival(output)
         if output.error is not None:
             if output.new_token_ids:
                 self._merge(RequestOutput(output.request_id, output.new_token_ids, output.num_cached_tokens))
             self._fail(RequestRefusedError(output.error))
             return
-        self._merge(output)
-        self._ended = output.ends_request
+        if output.index in self._unfinished:
+            self._merge(output)
+            if output.finish_reason is not None:
+                self._unfinished.discard(output.index)
+        if output.ends_request or not self._unfinished:
+            self.abort()
 
     def _merge(self, output: RequestOutput) -> None:
-        # Taken out and put in again: in the order of their latest outputs, the one that ends the request is the last.
-        if (waiting := self._pending.pop(output.index, None)) is not None:
+        if (waiting := self._pending.get(output.index)) is not None:
             waiting.new_token_ids += output.new_token_ids
             output.new_token_ids = waiting.new_token_ids
             if waiting.logprobs is not None and output.logprobs is not None:
@@ -196,6 +215,7 @@ class EngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._calls = EngineCalls()
         self._unsent_aborts: list[str] = []
+        self._unsent_continuation_aborts: list[tuple[str, int]] = []
         self._closing = False
         self._session: EngineSession | None = None
         self._ready = asyncio.Event()
@@ -256,7 +276,7 @@ class EngineClient:
             raise RequestRefusedError(_why_unsendable(request, error)) from error
         if not sent:
             raise RequestRefusedError(RequestError("overloaded", "the engine does not keep up with taking requests"))
-        stream = self._streams[request_id] = RequestStream(self, request_id)
+        stream = self._streams[request_id] = RequestStream(self, request_id, request.sampling_params.n)
         return stream
 
     async def stats(self, timeout_s: float) -> EngineSnapshot:
@@ -290,10 +310,17 @@ class EngineClient:
         self._unsent_aborts.append(stream.request_id)
         self._send_aborts()
 
+    def _abort_continuation(self, request_id: str, index: int) -> None:
+        if request_id in self._streams:
+            self._unsent_continuation_aborts.append((request_id, index))
+            self._send_aborts()
+
     def _send_aborts(self) -> None:
         # An abort that finds the queue full waits for the next heartbeat: losing it would cost compute.
-        if self._unsent_aborts and self._session is not None and self._session.send(AbortRequests(self._unsent_aborts)):
-            self._unsent_aborts = []
+        if self._session is None or not (self._unsent_aborts or self._unsent_continuation_aborts):
+            return
+        if self._session.send(AbortRequests(self._unsent_aborts, self._unsent_continuation_aborts)):
+            self._unsent_aborts, self._unsent_continuation_aborts = [], []
 
     async def _run(self) -> None:
         retry_s = _MIN_RETRY_S
@@ -345,7 +372,7 @@ class EngineClient:
             self.down_reason = reason
         self._session = None
         self._ready.clear()
-        self._unsent_aborts = []
+        self._unsent_aborts, self._unsent_continuation_aborts = [], []
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream._fail(EngineUnavailableError(reason))

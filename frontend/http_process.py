@@ -29,7 +29,7 @@ from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_o
 
 from .api_key import take_api_keys
 from .app import create_app
-from .detokenizer import detokenizer_factory
+from .detokenizer import detokenizer_factory, token_bytes_of
 from .drain import DrainingServer
 from .engine_client import EngineClient
 from .http_config import HttpConfig, listen
@@ -54,6 +54,7 @@ async def serve(
         client=client,
         prompts=prompts,
         new_detokenizer=detokenizer_factory(tokenizer.backend),
+        token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(config.model_names, int(time.time())),
         metrics=Metrics([client], config.model_names[0]),
     )

@@ -9,11 +9,12 @@ class StopStringScanner:
     """Passes text through up to the first stop string.
 
     The stop string that is *complete* first ends the text (of several that end together, the longest), so the
-    outcome does not depend on how the text was cut into pieces. Neither it nor anything after it is handed out.
+    outcome does not depend on how the text was cut into pieces. Neither it (unless `include_stop`: then nothing need be
+    held back) nor anything after it is handed out.
     Work is linear in the length of the text (Knuth-Morris-Pratt, one automaton per stop string).
     """
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
+    def __init__(self, stop_strings: Sequence[str], *, include_stop: bool = False) -> None:
         """Raises ValueError for an empty stop string: it would end every text."""
         if "" in stop_strings:
             raise ValueError("a stop string must not be empty")
@@ -22,6 +23,7 @@ class StopStringScanner:
         # Per stop string: how many of its characters the text ends with. The text before the longest is certain.
         self._matched = [0] * len(self._stops)
         self._held = ""
+        self._include_stop = include_stop
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Take more text. Returns what may be shown and the stop string that was found, if any.
@@ -40,9 +42,9 @@ class StopStringScanner:
                     matched += 1
                     if matched == len(stop):
                         self._held = ""
-                        return buffer[: position - matched], stop
+                        return buffer[: position if self._include_stop else position - matched], stop
                 self._matched[i] = matched
-        certain = len(buffer) - max(self._matched)
+        certain = len(buffer) - (0 if self._include_stop else max(self._matched))
         self._held = buffer[certain:]
         return buffer[:certain], None
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
 
+from frontend.continuation import ScoredToken, TextDelta
 from frontend.streaming import event
 
+from .echo import with_prompts
+from .logprobs import completion_logprobs, prompt_logprobs
 from .prepare import prepare_completion
-from .prepared import TokenCounts, run
+from .prepared import PreparedRequest, TokenCounts, run
 from .protocol import CompletionRequest
 from .refusals import client_errors
 from .responses import Completion, CompletionChoice
@@ -19,22 +23,45 @@ from .serving import Serving
 
 
 async def answer_completion(serving: Serving, request: CompletionRequest, answer_id: str) -> bytes:
-    """The whole answer, as JSON: one choice per prompt, in the prompts' order. Raises ApiError."""
+    """The whole answer, as JSON: `n` choices per prompt, in the prompts' order. Raises ApiError."""
     prepared = await prepare_completion(serving, request)
     counts = TokenCounts(prepared)
-    choices = [CompletionChoice(index, "", None) for index in range(len(prepared.prompts))]
+    choices = [CompletionChoice(index, "", None) for index in range(prepared.num_choices)]
     texts: list[list[str]] = [[] for _ in choices]
+    scored: list[list[ScoredToken]] = [[] for _ in choices]
+    last: dict[int, TextDelta] = {}
     with client_errors(serving, request):
-        async with aclosing(run(serving, prepared, answer_id)) as deltas:
+        async with aclosing(_deltas(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)
                 texts[index].append(delta.text)
-                choices[index].finish_reason, choices[index].stop_reason = delta.finish_reason, delta.stop_reason
-    for choice, parts in zip(choices, texts, strict=True):
-        choice.text = "".join(parts)
+                scored[index] += delta.scored_tokens
+                last[index] = delta
+    for index, choice in enumerate(choices):
+        delta = last[index]
+        choice.text = "".join(texts[index])
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+    if prepared.logprobs is not None or prepared.prompt_logprobs is not None:
+        # In a thread: there may be many tokens.
+        await asyncio.to_thread(_show_logprobs, serving, prepared, choices, scored, last)
     return msgspec.json.encode(
         Completion(answer_id, int(time.time()), prepared.model_name, choices, usage=counts.usage())
     )
+
+
+def _show_logprobs(
+    serving: Serving,
+    prepared: PreparedRequest,
+    choices: list[CompletionChoice],
+    scored: list[list[ScoredToken]],
+    last: dict[int, TextDelta],
+) -> None:
+    for index, choice in enumerate(choices):
+        if prepared.logprobs is not None:
+            choice.logprobs = completion_logprobs(scored[index], prepared.logprobs, serving.token_bytes)
+        entries = last[index].prompt_logprobs
+        if prepared.prompt_logprobs is not None and entries is not None:
+            choice.prompt_logprobs = prompt_logprobs(entries, prepared.prompt_logprobs, serving.token_bytes)
 
 
 async def stream_completion(serving: Serving, request: CompletionRequest, answer_id: str) -> AsyncGenerator[bytes]:
@@ -45,15 +72,24 @@ async def stream_completion(serving: Serving, request: CompletionRequest, answer
     if prepared.include_usage:
         chunk.usage = None
     with client_errors(serving, request):
-        async with aclosing(run(serving, prepared, answer_id)) as deltas:
+        async with aclosing(_deltas(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)
-                if delta.text or delta.finish_reason is not None:
-                    chunk.choices = [
-                        CompletionChoice(index, delta.text, delta.finish_reason, stop_reason=delta.stop_reason)
-                    ]
-                    yield event(msgspec.json.encode(chunk))
+                if not delta.text and not delta.scored_tokens and delta.finish_reason is None:
+                    continue
+                choice = CompletionChoice(index, delta.text, delta.finish_reason, stop_reason=delta.stop_reason)
+                if prepared.logprobs is not None and delta.scored_tokens:
+                    choice.logprobs = completion_logprobs(delta.scored_tokens, prepared.logprobs, serving.token_bytes)
+                chunk.choices = [choice]
+                if prepared.continuous_usage:
+                    chunk.usage = counts.usage()
+                yield event(msgspec.json.encode(chunk))
     if prepared.include_usage:
         chunk.choices, chunk.usage = [], counts.usage()
         yield event(msgspec.json.encode(chunk))
     yield event(b"[DONE]")
+
+
+def _deltas(serving: Serving, prepared: PreparedRequest, answer_id: str) -> AsyncGenerator[tuple[int, TextDelta]]:
+    deltas = run(serving, prepared, answer_id)
+    return with_prompts(serving, prepared, deltas) if prepared.prompt_texts else deltas

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from frontend.generation import TextDelta, generate, interleave
+from frontend.continuation import TextDelta
+from frontend.generation import generate, interleave
 from frontend.metrics.request_record import RequestRecord
 from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams
 
@@ -16,19 +18,31 @@ from .serving import Serving
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that is right, as far as can be known without the engine. Each of `prompts` gets a choice.
+    """A request that is right, as far as can be known without the engine. Each of `prompts` gets `n` choices.
 
-    `received_s`: when work on it began, on the clock of `time.monotonic`.
+    `logprobs` and `prompt_logprobs` say how many likeliest tokens to show, if any. `prompt_texts` are to be echoed;
+    empty if they are not. `scores_only`: no output was asked for; the engine makes one token nevertheless, which is
+    neither shown nor counted. `received_s`: when work on it began, on the clock of `time.monotonic`.
     """
 
     model_name: str
     prompts: tuple[list[int], ...]
     sampling_params: SamplingParams
     stop_strings: tuple[str, ...]
+    include_stop: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
     extra_key_spans: tuple[ExtraKeySpan, ...]
     priority: int
     include_usage: bool
+    continuous_usage: bool
+    scores_only: bool
+    prompt_texts: tuple[str, ...] = ()
     received_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.sampling_params.n
 
 
 class TokenCounts:
@@ -37,11 +51,12 @@ class TokenCounts:
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prompt_tokens = sum(len(prompt) for prompt in prepared.prompts)
         self._completion_tokens = 0
+        self._choices_per_prompt = prepared.sampling_params.n
         self._cached_tokens = [0] * len(prepared.prompts)
 
     def add(self, index: int, delta: TextDelta) -> None:
         self._completion_tokens += delta.num_tokens
-        self._cached_tokens[index] = delta.num_cached_tokens
+        self._cached_tokens[index // self._choices_per_prompt] = delta.num_cached_tokens
 
     def usage(self) -> Usage:
         return Usage(
@@ -52,8 +67,9 @@ class TokenCounts:
         )
 
 
-def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> AsyncGenerator[tuple[int, TextDelta]]:
+async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> AsyncGenerator[tuple[int, TextDelta]]:
     """Ask the engine; yield `(index of the choice, delta)`. Raises what `generate` raises."""
+    n = prepared.sampling_params.n
     requests = [
         EngineRequest(
             request_id=f"{answer_id}-{index}",
@@ -64,15 +80,18 @@ def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> AsyncGen
         )
         for index, prompt in enumerate(prepared.prompts)
     ]
-    return interleave(
-        [
-            generate(
-                serving.client,
-                request,
-                serving.new_detokenizer(),
-                prepared.stop_strings,
-                RequestRecord(serving.metrics.requests, request, prepared.received_s),
-            )
-            for request in requests
-        ]
-    )
+    generations = [
+        generate(
+            serving.client,
+            request,
+            serving.new_detokenizer,
+            prepared.stop_strings,
+            RequestRecord(serving.metrics.requests, request, prepared.received_s),
+            include_stop=prepared.include_stop,
+            scores_only=prepared.scores_only,
+        )
+        for request in requests
+    ]
+    async with aclosing(interleave(generations)) as deltas:
+        async for prompt_index, delta in deltas:
+            yield prompt_index * n + delta.index, delta

@@ -15,6 +15,7 @@ Ignored = Meta(description="Accepted and ignored: it does not change the answer.
 
 # msgpack, between frontend and engine, ends there.
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # Decoded where it takes nobody's time, in canonical order; see `prompt.canonical_json`.
 JsonObject = Annotated[Raw, Meta(extra_json_schema={"type": "object", "nullable": True})]
@@ -24,6 +25,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: Annotated[
         bool | None,
         Meta(description="Send one more chunk before the end, with `usage` and without choices."),
+    ] = None
+    continuous_usage_stats: Annotated[
+        bool | None, Meta(description="Every chunk has the `usage` so far; cached tokens are known in the first.")
     ] = None
     include_obfuscation: Annotated[bool | None, Ignored] = None
 
@@ -46,6 +50,9 @@ class RequestFields(Struct, forbid_unknown_fields=True, kw_only=True):
     stop: Annotated[
         str | list[str] | None,
         Meta(description="Up to 16 strings that end the text; the one that ended it is not part of it."),
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, Meta(description="The text includes what ended it: the stop string, or the text of the token.")
     ] = None
     stop_token_ids: Annotated[list[TokenId] | None, Meta(description="Tokens that end the text.")] = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on after the model's end-of-sequence token.")] = None
@@ -83,8 +90,25 @@ class RequestFields(Struct, forbid_unknown_fields=True, kw_only=True):
         Int64 | None, Meta(description="Nothing but a stop string ends the output before it has as many tokens.")
     ] = None
 
+    bad_words: Annotated[
+        list[str] | None,
+        Meta(description="Texts that are not generated in the tokens they have alone or after a space."),
+    ] = None
+    n: Annotated[
+        Annotated[int, Meta(ge=1, le=128)] | None,
+        Meta(
+            description="How many choices to generate for each prompt, which is computed and counted once; default 1."
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        TopLogprobs | None,
+        Meta(
+            description="For each token of the prompt but the first: its log-probability, and that of so many of the"
+            " likeliest tokens in its place. Such a request reads nothing from the prefix cache. Not with `stream`."
+        ),
+    ] = None
+
     user: Annotated[str | None, Ignored] = None
-    n: Annotated[Int64 | None, NotYet] = None
     use_beam_search: Annotated[bool | None, NotYet] = None
 
     def max_tokens_field(self) -> tuple[str, int | None]:
@@ -209,8 +233,11 @@ class ChatCompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=T
     prediction: Annotated[Any, Ignored] = None
     parallel_tool_calls: Annotated[bool | None, Ignored] = None
 
-    logprobs: Annotated[bool | None, NotYet] = None
-    top_logprobs: Annotated[int | None, NotYet] = None
+    logprobs: Annotated[bool | None, Meta(description="Report the log-probability of each generated token.")] = None
+    top_logprobs: Annotated[
+        TopLogprobs | None,
+        Meta(description="With `logprobs`: list so many of the likeliest tokens in each place; default 0."),
+    ] = None
     functions: Annotated[list[Any] | None, NotYet] = None
     function_call: Annotated[Any, NotYet] = None
     response_format: Annotated[ResponseFormat | None, NotYet] = None
@@ -235,9 +262,18 @@ class CompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=True)
         ),
     ]
 
-    echo: Annotated[bool | None, NotYet] = None
-    best_of: Annotated[int | None, NotYet] = None
-    logprobs: Annotated[int | None, NotYet] = None
+    echo: Annotated[
+        bool | None,
+        Meta(
+            description="The text begins with the prompt, and so do the `logprobs`. `max_tokens` may be 0 then: nothing"
+            " follows."
+        ),
+    ] = None
+    best_of: Annotated[int | None, Meta(description="Null or equal to `n`: all that is generated is returned.")] = None
+    logprobs: Annotated[
+        TopLogprobs | None,
+        Meta(description="Report each token's log-probability, and so many of the likeliest tokens in each place."),
+    ] = None
     suffix: Annotated[str | None, NotYet] = None
 
 

@@ -54,5 +54,11 @@ def _refused(error: RequestError, request: ChatCompletionRequest | CompletionReq
         return overloaded(error.message)
     if error.code == "internal":
         return internal_error(error.message)
-    fields = {"prompt_token_ids": prompt_field, "max_tokens": request.max_tokens_field()[0]}
+    fields = {
+        "prompt_token_ids": prompt_field,
+        "max_tokens": request.max_tokens_field()[0],
+        "bad_words_token_ids": "bad_words",
+        # `echo` asks for those of the prompt, too.
+        "prompt_logprobs": "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+    }
     return invalid_request(error.message, fields.get(error.param or "", error.param))

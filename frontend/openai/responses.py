@@ -23,6 +23,45 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class PromptLogprob(Struct):
+    """Of one token in one place of the prompt. `rank` 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# Per token of the prompt: token id → its log-probability there; null for the first, which nothing predicts.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class ChatTopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct):
+    """Four lists of the same length; `text_offset` is in characters of the choice's text."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
 class AssistantMessage(Struct):
     content: str
     role: Literal["assistant"] = "assistant"
@@ -32,8 +71,8 @@ class AssistantMessage(Struct):
 class ChatChoice(Struct):
     message: AssistantMessage
     finish_reason: FinishReason
-    index: int = 0
-    logprobs: None = None
+    index: int
+    logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None
 
 
@@ -44,6 +83,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -53,8 +93,8 @@ class ChatDelta(Struct):
 
 class ChatChunkChoice(Struct):
     delta: ChatDelta
-    index: int = 0
-    logprobs: None = None
+    index: int
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | UnsetType | None = UNSET
 
@@ -72,8 +112,9 @@ class CompletionChoice(Struct):
     index: int
     text: str
     finish_reason: FinishReason | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct):

@@ -40,11 +40,15 @@ class ServedModel:
 
 @dataclass(slots=True)
 class Serving:
-    """`is_shutting_down`: what fails from now on fails because of that."""
+    """`token_bytes`: a token's id → what it stands for by itself (`detokenizer.token_bytes_of`).
+
+    `is_shutting_down`: what fails from now on fails because of that.
+    """
 
     client: EngineClient
     prompts: PromptProcessor
     new_detokenizer: Callable[[], Detokenizer]
+    token_bytes: Callable[[int], bytes]
     model: ServedModel
     metrics: Metrics
     is_shutting_down: bool = False

@@ -8,10 +8,10 @@ from msgspec import UNSET, Raw
 from frontend.errors import invalid_request
 
 from .chat_prompt import chat_of
-from .prepare import check_vocabulary
 from .protocol import DetokenizeRequest, TokenizeRequest
 from .refusals import prompt_errors
 from .responses import Detokenized, Tokenized
+from .sampling import check_vocabulary
 from .serving import Serving
 from .unsupported import refuse_unsupported_in_prompt
 

@@ -10,13 +10,10 @@ from .protocol import ChatCompletionRequest, CompletionRequest, Message, Tool
 
 # field → values that change nothing, besides null
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "use_beam_search": (False,),
 }
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -28,9 +25,6 @@ _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 }
 _NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
-    "echo": (False,),
-    "best_of": (1,),
-    "logprobs": (),
     "suffix": ("",),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from frontend.app import create_app
-from frontend.detokenizer import detokenizer_factory
+from frontend.detokenizer import detokenizer_factory, token_bytes_of
 from frontend.http_config import listen
 from frontend.metrics import Metrics
 from frontend.openai.serving import ServedModel, Serving
@@ -25,8 +25,14 @@ MODEL_NAMES = ("tiny", "tiny-alias")
 def live_app(engine: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[str]:
     """Yields the base URL. `settings` go to `create_app`."""
     prompts = PromptProcessor(tokenizer)
-    metrics = Metrics([engine], MODEL_NAMES[0])
-    serving = Serving(engine, prompts, detokenizer_factory(tokenizer.backend), ServedModel(MODEL_NAMES, 1), metrics)
+    serving = Serving(
+        client=engine,
+        prompts=prompts,
+        new_detokenizer=detokenizer_factory(tokenizer.backend),
+        token_bytes=token_bytes_of(tokenizer.backend),
+        model=ServedModel(MODEL_NAMES, 1),
+        metrics=Metrics([engine], MODEL_NAMES[0]),
+    )
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(
         create_app(serving, **settings), lifespan="off", log_config=None, timeout_graceful_shutdown=1

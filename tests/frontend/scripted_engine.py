@@ -9,30 +9,12 @@ from typing import Any, Literal
 
 from frontend.engine_calls import EngineSnapshot
 from frontend.engine_errors import EngineUnavailableError
-from ipc.messages import EngineCapabilities, EngineRequest, RequestOutput
+from ipc.messages import EngineCapabilities, EngineRequest, RequestOutput, TokenLogprob
 
 Script = Callable[[EngineRequest], AsyncGenerator[RequestOutput]]
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 512
-
-
-class ScriptedStream:
-    """The outputs of one request; see `RequestStream`."""
-
-    def __init__(self, outputs: AsyncGenerator[RequestOutput]) -> None:
-        self.engine_index = 0
-        self.on_arrival: Callable[[RequestOutput], None] | None = None
-        self._outputs = outputs
-
-    def __aiter__(self) -> ScriptedStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        output = await anext(self._outputs)
-        if self.on_arrival is not None:
-            self.on_arrival(output)
-        return output
 
 
 class Drops:
@@ -41,12 +23,15 @@ class Drops:
 
 
 class ScriptedEngine:
-    """Runs `script` per request. `requests` and `aborted` (ids) are what a real engine would have been told."""
+    """Runs `script` per request. `requests`, `aborted` (ids) and `aborted_continuations` (ids with an index) are what a
+    real engine would have been told.
+    """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.aborted_continuations: list[tuple[str, int]] = []
         self.state: Literal["connecting", "ready", "down"] = "ready"
         self.down_reason: str | None = None
         self.capabilities = EngineCapabilities(
@@ -70,22 +55,46 @@ class ScriptedEngine:
     async def submit(self, request: EngineRequest) -> AsyncIterator[ScriptedStream]:
         self.requests.append(request)
         self.num_in_flight += 1
-        finished = False
-
-        async def outputs() -> AsyncGenerator[RequestOutput]:
-            nonlocal finished
-            async with aclosing(self.script(request)) as script:
-                async for output in script:
-                    finished = output.finish_reason is not None
-                    yield output
-
+        stream = ScriptedStream(request.sampling_params.n)
         try:
-            async with aclosing(outputs()) as stream:
-                yield ScriptedStream(stream)
+            async with aclosing(self.script(request)) as outputs:
+                stream.outputs = outputs
+                yield stream
         finally:
             self.num_in_flight -= 1
-            if not finished:
+            self.aborted_continuations += [(request.request_id, index) for index in stream.aborted]
+            if not stream.is_finished:
                 self.aborted.append(request.request_id)
+
+
+class ScriptedStream:
+    """Of `outputs`, those that the consumer has not aborted; see `RequestStream`."""
+
+    def __init__(self, num_continuations: int) -> None:
+        self.engine_index = 0
+        self.on_arrival: Callable[[RequestOutput], None] | None = None
+        self.outputs: AsyncIterator[RequestOutput]
+        self.unfinished = set(range(num_continuations))
+        self.aborted: list[int] = []
+        self.is_finished = False
+
+    def abort_continuation(self, index: int) -> None:
+        self.unfinished.remove(index)
+        if self.unfinished:
+            self.aborted.append(index)
+
+    def __aiter__(self) -> ScriptedStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while (output := await anext(self.outputs)).index not in self.unfinished:
+            pass
+        if self.on_arrival is not None:
+            self.on_arrival(output)
+        if output.finish_reason is not None:
+            self.unfinished.remove(output.index)
+            self.is_finished = not self.unfinished and not self.aborted
+        return output
 
 
 def says(
@@ -104,6 +113,42 @@ def says(
             )
 
     return script
+
+
+def continues(*continuations: Sequence[int], group: int = 1, finish_reason: Any = "stop") -> Script:
+    """A script: `continuations[i]` is what continuation `i` says, `group` tokens per output, in turns.
+
+    The first one is an output ahead, as in an engine. Log-probabilities, where asked for, are `scored`.
+    """
+
+    async def script(request: EngineRequest) -> AsyncGenerator[RequestOutput]:
+        params = request.sampling_params
+        turns = [
+            (start + group * (index > 0), index, start)
+            for index in range(params.n)
+            for start in range(0, len(continuations[index]), group)
+        ]
+        for _, index, start in sorted(turns):
+            token_ids = list(continuations[index][start : start + group])
+            output = RequestOutput(request.request_id, token_ids, index=index)
+            if start + group >= len(continuations[index]):
+                output.finish_reason = finish_reason
+            if params.logprobs is not None:
+                output.logprobs = [scored(token_id, params.logprobs) for token_id in token_ids]
+            if params.prompt_logprobs is not None and index == start == 0:
+                rest = request.prompt_token_ids[1:]
+                output.prompt_logprobs = [None, *(scored(token_id, params.prompt_logprobs) for token_id in rest)]
+            yield output
+
+    return script
+
+
+def scored(token_id: int, num_top_tokens: int) -> TokenLogprob:
+    """The second likeliest token, as a function of its id."""
+    logprob = -0.125 * (token_id % 32 + 2)
+    top = [((token_id + 1) % VOCAB_SIZE, logprob + 0.125), (token_id, logprob)]
+    top += [((token_id + i) % VOCAB_SIZE, logprob - i) for i in range(2, num_top_tokens)]
+    return TokenLogprob(token_id, logprob, 2, top[:num_top_tokens])
 
 
 def fails_after(token_ids: Sequence[int], error: Exception) -> Script:

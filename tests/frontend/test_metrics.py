@@ -152,6 +152,22 @@ def test_a_stop_string_counts_what_was_handed_on(stack: Stack) -> None:
     assert increase(before, after, "request_decode_time_seconds_sum") > 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "num_output_tokens"),
+    [({"n": 3}, 24), ({"n": 3, "prompt": [[3, 1], [4] * 20]}, 48), ({"max_tokens": 0, "echo": True, "logprobs": 1}, 0)],
+)
+def test_choices_and_scored_prompts_count_as_their_usage_says(
+    stack: Stack, fields: dict[str, Any], num_output_tokens: int
+) -> None:
+    before = stack.scrape()
+    usage = stack.complete(**({"prompt": [5] * 20} | fields))["usage"]
+    after = stack.scrape()
+    assert usage["completion_tokens"] == num_output_tokens
+    assert increase(before, after, "prompt_tokens_total") == usage["prompt_tokens"]
+    assert increase(before, after, "generation_tokens_total") == usage["completion_tokens"]
+    assert increase(before, after, "request_success_total", "length") == len(fields.get("prompt", "x"))
+
+
 async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     async for line in response.aiter_lines():
         if line.startswith("data: {"):

@@ -203,6 +203,103 @@ def test_sampling_settings_reach_the_model(client: openai.OpenAI, model_dir: Pat
     assert refusal.value.param == "presence_penalty"
 
 
+PROMPT = [(13 * i * i + 7 * i) % 480 + 20 for i in range(37)]
+
+
+def test_log_probabilities_are_the_models(client: openai.OpenAI, model_dir: Path) -> None:
+    """Of prompt and output, from the cache or not, in every shape the API has."""
+    import torch
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    greedy = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False)[0]
+    with torch.inference_mode():
+        expected = model(greedy[None]).logits[0].log_softmax(-1)
+    of_tokens = expected[:-1].gather(-1, greedy[1:, None])[:, 0]
+    highest = expected.topk(3, dim=-1).values
+    settings: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 6}
+
+    for _ in range(2):
+        # The second one finds the prompt's blocks.
+        (choice,) = client.completions.create(**settings, logprobs=3).choices
+        assert choice.logprobs is not None
+        of_output = slice(len(PROMPT) - 1, -1)
+        torch.testing.assert_close(
+            torch.tensor(choice.logprobs.token_logprobs), of_tokens[len(PROMPT) - 1 :], atol=1e-3, rtol=0
+        )
+        for top, values in zip(choice.logprobs.top_logprobs or [], highest[of_output].tolist(), strict=True):
+            # Parts of characters look the same in this shape: the likeliest of them stands for all.
+            shown = sorted(top.values(), reverse=True)
+            assert shown[0] == pytest.approx(values[0], abs=1e-3)
+            assert all(min(abs(value - one) for one in values) < 1e-3 for value in shown)
+
+    echoed = client.completions.create(**settings, logprobs=0, echo=True)
+    assert echoed.choices[0].logprobs is not None
+    first, *others = echoed.choices[0].logprobs.token_logprobs or []
+    assert first is None
+    torch.testing.assert_close(torch.tensor(others), of_tokens, atol=1e-3, rtol=0)
+
+    scored = client.completions.create(**settings, extra_body={"prompt_logprobs": 3})
+    assert scored.usage is not None
+    assert scored.usage.prompt_tokens_details is not None
+    assert scored.usage.prompt_tokens_details.cached_tokens == 0
+    first, *places = scored.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
+    for i, place in enumerate(places):
+        assert place[str(PROMPT[i + 1])]["logprob"] == pytest.approx(of_tokens[i].item(), abs=1e-3)
+        likeliest = sorted(place.values(), key=lambda entry: entry["rank"])[:3]
+        assert [entry["logprob"] for entry in likeliest] == pytest.approx(highest[i].tolist(), abs=1e-3)
+
+
+def test_choices_of_one_prompt_share_it(client: openai.OpenAI) -> None:
+    settings: dict[str, Any] = {"model": "tiny", "prompt": PROMPT[::-1], "max_tokens": 12, "seed": 3}
+    cold, warm = (client.completions.create(**settings, n=5) for _ in range(2))
+    texts = [choice.text for choice in sorted(cold.choices, key=lambda choice: choice.index)]
+    assert len(set(texts)) == 5
+    assert [choice.text for choice in sorted(warm.choices, key=lambda choice: choice.index)] == texts
+    for usage, cached_tokens in ((cold.usage, 0), (warm.usage, 32)):
+        assert usage is not None
+        assert usage.prompt_tokens == len(PROMPT)
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == cached_tokens
+
+
+def test_bad_words_do_not_come(client: openai.OpenAI, model_dir: Path) -> None:
+    settings: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 6, "temperature": 0}
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    (the,), (o,) = tokenizer.encode(" the"), tokenizer.encode("o")
+    bias = {str(the): 1000, str(o): 500}
+    assert client.completions.create(**settings, logit_bias=bias).choices[0].text == " the" * 6
+    (choice,) = client.completions.create(**settings, logit_bias=bias, extra_body={"bad_words": ["the"]}).choices
+    assert choice.text == "o" * 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_that_end_one_by_one_or_are_left_leave_no_block_behind(server: Server, stream: bool) -> None:
+    async with asynchronous(server) as client, httpx.AsyncClient(base_url=server.url, timeout=LIVENESS_S) as http:
+
+        async def ask(seed: int, *, leave: bool) -> None:
+            answer: Any = await client.completions.create(
+                model="tiny", prompt=PROMPT, n=4, max_tokens=60, seed=seed, stream=stream, stop=["e", "a", "t", " "],
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            if stream:
+                ends = [chunk.choices[0].finish_reason async for chunk in answer if not leave]
+                await answer.close()
+                assert leave or len([end for end in ends if end]) == 4
+            else:
+                assert {choice.finish_reason for choice in answer.choices} <= {"stop", "length"}
+
+        asked = [asyncio.create_task(ask(seed, leave=seed % 3 == 0)) for seed in range(12)]
+        if not stream:
+            await health_shows(http, lambda health: health.json()["num_requests"] > 0)
+            for task in asked[::3]:
+                task.cancel()
+        await asyncio.gather(*asked, return_exceptions=not stream)
+        await health_shows(http, lambda health: health.json()["num_requests"] == 0)
+        # It needs every block of the pool.
+        answer = await http.post(COMPLETION, json={"prompt": [9] * (MAX_MODEL_LEN - 1), "max_tokens": 1})
+        assert answer.status_code == 200
+
+
 async def test_a_prompt_of_megabytes_stalls_neither_streams_nor_health(server: Server) -> None:
     async with asynchronous(server) as client, httpx.AsyncClient(base_url=server.url, timeout=LIVENESS_S) as http:
         stream = await client.completions.create(

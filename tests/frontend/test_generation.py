@@ -1,0 +1,142 @@
+"""Several continuations with stop strings, from a real engine over the real wire: each ends alone, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from engine_core import EngineConfig, EngineCore
+from engine_core.runner import ScheduledRequest, StepResult
+from engine_core.server import EngineCoreServer
+from frontend.continuation import TextDelta
+from frontend.engine_client import EngineClient
+from frontend.generation import generate, interleave
+from frontend.metrics.families import RequestFamilies
+from frontend.metrics.request_record import RequestRecord
+from ipc.messages import EngineRequest, SamplingParams
+from tests.fake_runner import VOCAB_SIZE, FakeRunner, next_token
+from tests.wire_peers import is_idle, private_endpoint, running_server, wait_until
+
+PROMPT = list(range(1, 20))
+NUM_TOKENS = 40
+
+
+class ManyVoices(FakeRunner):
+    """Every continuation says something else."""
+
+    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
+        result = super().execute(batch)
+        for place, item in enumerate(batch):
+            if (token_id := result.token_ids[place]) is not None:
+                result.token_ids[place] = (token_id + item.request.index) % VOCAB_SIZE
+        return result
+
+
+class OneCharacterPerToken:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(0x4E00 + token_id) for token_id in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+def expected(index: int, num_tokens: int = NUM_TOKENS) -> str:
+    token_ids = list(PROMPT)
+    for _ in range(num_tokens):
+        token_ids.append((next_token(token_ids) + index) % VOCAB_SIZE)
+    return OneCharacterPerToken().push(token_ids[len(PROMPT) :])
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[EngineCoreServer]:
+    engine = EngineCore(EngineConfig(max_num_seqs=6), ManyVoices(step_s=0.001))
+    with running_server(private_endpoint(tmp_path), engine=engine) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: EngineCoreServer, tmp_path: Path) -> AsyncIterator[EngineClient]:
+    client = EngineClient(private_endpoint(tmp_path))
+    await client.start()
+    await client.wait_ready(20)
+    yield client
+    await client.close()
+
+
+def request(n: int, request_id: str = "r") -> EngineRequest:
+    return EngineRequest(request_id, PROMPT, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, n=n))
+
+
+def generated(client: EngineClient, asked: EngineRequest, stops: Sequence[str]) -> AsyncGenerator[TextDelta]:
+    families = RequestFamilies(CollectorRegistry(), "fake", [client.index])
+    return generate(client, asked, OneCharacterPerToken, stops, RequestRecord(families, asked, 0.0))
+
+
+async def idle(server: EngineCoreServer, client: EngineClient) -> None:
+    assert client.num_in_flight == 0
+    await asyncio.to_thread(wait_until, lambda: is_idle(server.engine) and not server.link._requests)
+
+
+@pytest.mark.parametrize("n", [1, 3, 9])
+@pytest.mark.parametrize("pause_s", [0.0, 0.01], ids=["reading", "slow"])
+@pytest.mark.parametrize("stopped", [(), (0,), (1, 2), tuple(range(9))], ids=str)
+async def test_a_stop_string_ends_one_continuation(
+    server: EngineCoreServer, client: EngineClient, n: int, pause_s: float, stopped: Sequence[int]
+) -> None:
+    stops = [expected(index)[5 + index : 7 + index] for index in stopped]
+    texts = [""] * n
+    ends: list[TextDelta | None] = [None] * n
+    counts = [0] * n
+    async with aclosing(generated(client, request(n), stops)) as deltas:
+        async for delta in deltas:
+            assert ends[delta.index] is None
+            texts[delta.index] += delta.text
+            counts[delta.index] += delta.num_tokens
+            if delta.finish_reason is not None:
+                ends[delta.index] = delta
+            await asyncio.sleep(pause_s)
+    for index, end in enumerate(ends):
+        assert end is not None
+        if index in stopped:
+            assert (texts[index], end.stop_reason) == (expected(index)[: 5 + index], stops[stopped.index(index)])
+            assert counts[index] == 7 + index
+        else:
+            assert (texts[index], end.finish_reason) == (expected(index), "length")
+            assert counts[index] == NUM_TOKENS
+    await idle(server, client)
+
+
+async def test_an_aborted_continuation_costs_nothing_more(server: EngineCoreServer, client: EngineClient) -> None:
+    stops = [expected(index)[2:4] for index in range(5)]
+    async with aclosing(generated(client, request(6), stops)) as deltas:
+        async for _ in deltas:
+            pass
+    await idle(server, client)
+    # It takes the news some steps to arrive.
+    assert server.engine.stats().generated_tokens < 3 * NUM_TOKENS
+
+
+@pytest.mark.parametrize("num_deltas", [0, 1, 2, 7, 30])
+async def test_leaving_early_leaves_nothing(server: EngineCoreServer, client: EngineClient, num_deltas: int) -> None:
+    generations = [generated(client, request(4, f"r{i}"), [expected(1)[3:5]]) for i in range(num_deltas % 3 + 1)]
+    async with aclosing(interleave(generations)) as deltas:
+        for _ in range(num_deltas):
+            await anext(deltas)
+    await idle(server, client)
+
+
+async def test_generations_mix_and_each_comes_to_its_end(server: EngineCoreServer, client: EngineClient) -> None:
+    stops = [expected(1)[3:5], expected(0)[9:11]]
+    generations = [generated(client, request(3, f"r{i}"), stops) for i in range(4)]
+    texts: dict[tuple[int, int], str] = {}
+    async with aclosing(interleave(generations)) as deltas:
+        async for generation, delta in deltas:
+            texts[generation, delta.index] = texts.get((generation, delta.index), "") + delta.text
+    ends = {0: 9, 1: 3, 2: NUM_TOKENS}
+    assert texts == {(i, index): expected(index)[: ends[index]] for i in range(4) for index in range(3)}
+    await idle(server, client)
