@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from frontend.detokenizer import detokenizer_factory
+from frontend.detokenizer import detokenizer_factory, token_bytes_of
 
 GRAPHEMES = ["👨‍👩‍👧‍👦", "🇫🇷", "e\u0301", "नमस्ते", "你好，世界", "مرحبا", "\u200d", "a", " ", "\n", "\ufffd", "ﬁ", "𝒳"]
 
@@ -97,3 +97,42 @@ def test_special_tokens_have_no_text() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     special = tokenizer.token_to_id("<|end|>")
     assert "".join(pieces(tokenizer, [special, *tokenizer.encode("hi").ids, special], [1])) == "hi"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_bytes_of_tokens_add_up_to_the_text(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    words = GRAPHEMES if name == "byte_level" else ["the", " the", "  ", "a", "b", "你", "é", "ж", "🙂"]
+    text = data.draw(st.lists(st.sampled_from(words), max_size=8).map("".join))
+    ids = tokenizer.encode(text.replace(" ", "▁") if name == "byte_fallback" else text).ids
+    token_bytes = token_bytes_of(tokenizer)
+    assert b"".join(map(token_bytes, ids)) == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "value"),
+    [
+        ("byte_level", "ðŁ", b"\xf0\x9f"),
+        ("byte_level", "Ġhome", b" home"),
+        ("byte_level", "<|end|>", b"<|end|>"),
+        ("byte_level", "two words", b"two words"),
+        ("byte_fallback", "<0xF0>", b"\xf0"),
+        ("byte_fallback", "▁the", b" the"),
+        ("byte_fallback", "</s>", b"</s>"),
+        ("metaspace", "▁the", b" the"),
+        ("word_pieces", "##s", b"s"),
+        ("word_pieces", "house", b" house"),
+        ("word_pieces", ",", b","),
+    ],
+)
+def test_a_token_by_itself(name: str, token: str, value: bytes) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert token_bytes_of(tokenizer)(tokenizer.token_to_id(token)) == value
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_an_id_outside_the_vocabulary_stands_for_nothing(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert token_bytes_of(tokenizer)(tokenizer.get_vocab_size() + 3) == b""

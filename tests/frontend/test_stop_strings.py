@@ -11,8 +11,8 @@ from frontend.stop_strings import StopStringScanner
 LETTERS = st.text("ab", max_size=30)
 
 
-def scan(stops: list[str], parts: list[str]) -> tuple[list[str], str | None]:
-    scanner = StopStringScanner(stops)
+def scan(stops: list[str], parts: list[str], *, include_stop: bool = False) -> tuple[list[str], str | None]:
+    scanner = StopStringScanner(stops, include_stop=include_stop)
     shown = []
     for part in parts:
         text, stop = scanner.push(part)
@@ -46,6 +46,18 @@ def test_agrees_with_looking_at_the_text_one_character_at_a_time(
 ) -> None:
     shown, stop = scan(stops, cut(text, lengths))
     assert ("".join(shown), stop) == obvious(stops, text)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), LETTERS, st.lists(st.integers(0, 5), max_size=12))
+def test_with_the_stop_string_included_it_is_the_end_and_nothing_is_held_back(
+    stops: list[str], text: str, lengths: list[int]
+) -> None:
+    before, stop = obvious(stops, text)
+    parts = cut(text, lengths)
+    shown, found = scan(stops, parts, include_stop=True)
+    assert ("".join(shown), found) == (before + (stop or ""), stop)
+    assert shown[:-1] == parts[: len(shown) - 1]
 
 
 @settings(max_examples=500, deadline=None)
