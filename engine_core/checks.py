@@ -21,8 +21,9 @@ MAX_SPANS_PER_TOKEN = 16
 MAX_INT32 = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_CONTINUATIONS = 128
-# They go out in one message, with at most 15 bytes for each (`ipc.codec.WireLimits.max_body_bytes`).
-MAX_PROMPT_LOGPROB_VALUES = 1_000_000
+# They go out in one message, with at most 15 bytes for each (`ipc.codec.WireLimits.max_body_bytes` allows a million).
+# Who reads it does nothing else for about a tenth of a second.
+MAX_PROMPT_LOGPROB_VALUES = 300_000
 MAX_BAD_WORD_TOKENS = 65_536
 
 

@@ -110,7 +110,8 @@ class RequestError(Struct, array_like=True, frozen=True):
     param: str | None = None
 
 
-class TokenLogprob(Struct, array_like=True, frozen=True):
+# There may be hundreds of thousands, and they hold no cycles: the garbage collector need not walk them.
+class TokenLogprob(Struct, array_like=True, frozen=True, gc=False):
     """A token's log-probability and rank (1 is the most likely), and the most likely tokens with theirs."""
 
     token_id: int

@@ -20,13 +20,15 @@ from tests.wire_peers import BareFrontend, is_idle, private_endpoint, running_se
 # Values that take the most room: MessagePack needs 5 bytes for these integers, 9 for a float.
 LARGE = TokenLogprob(2**31, -1.0, 2**31, [(2**31, -1.0)] * 20)
 MAX_PROMPT_TOKENS = MAX_PROMPT_LOGPROB_VALUES // 22
+# More than one message holds.
+NUM_PROMPTS = 5
 
 
 class LargeRunner(FakeRunner):
     """Computes nothing before it `may_run`."""
 
     def __init__(self) -> None:
-        super().__init__(num_blocks=40_000)
+        super().__init__(num_blocks=20_000)
         self.may_run = threading.Event()
 
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
@@ -44,7 +46,7 @@ def runner() -> LargeRunner:
 
 @pytest.fixture
 def engine(runner: LargeRunner) -> EngineCore:
-    return EngineCore(EngineConfig(max_num_batched_tokens=3 * MAX_PROMPT_TOKENS), runner)
+    return EngineCore(EngineConfig(max_num_batched_tokens=NUM_PROMPTS * MAX_PROMPT_TOKENS), runner)
 
 
 def request(request_id: str, num_tokens: int, num_top_tokens: int) -> EngineRequest:
@@ -56,7 +58,7 @@ def request(request_id: str, num_tokens: int, num_top_tokens: int) -> EngineRequ
 def test_the_most_that_is_allowed_fits_a_message(engine: EngineCore, num_top_tokens: int) -> None:
     num_tokens = MAX_PROMPT_LOGPROB_VALUES // (num_top_tokens + 2)
     logprob = TokenLogprob(LARGE.token_id, LARGE.logprob, LARGE.rank, LARGE.top[:num_top_tokens])
-    encode(EngineOutputs([RequestOutput("r" * 256, [1], prompt_logprobs=[logprob] * num_tokens)]), 1)
+    encode(EngineOutputs([RequestOutput("r" * 256, [1], prompt_logprobs=[logprob] * num_tokens)]), 1, 1)
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_PROMPT_LOGPROB_VALUES}") as refusal:
         engine.add_request(request("r", num_tokens + 1, num_top_tokens))
     assert refusal.value.param == "prompt_logprobs"
@@ -71,13 +73,13 @@ def test_those_of_several_requests_in_one_step_go_out_one_by_one(
         frontend.hello()
         frontend.add("first", [1], 1)
         wait_until(engine.has_unfinished_requests)
-        for n in range(2):
+        for n in range(NUM_PROMPTS):
             frontend.send(AddRequest(request(f"r{n}", MAX_PROMPT_TOKENS, 20)))
-        wait_until(lambda: server._commands.qsize() == 2)
+        wait_until(lambda: server._commands.qsize() == NUM_PROMPTS)
         runner.may_run.set()
-        first, *outputs = [next(frontend.outputs()) for _ in range(3)]
+        first, *outputs = [next(frontend.outputs()) for _ in range(NUM_PROMPTS + 1)]
         assert first.request_id == "first"
         assert engine.stats().steps == 2
-        assert [len(output.prompt_logprobs or []) for output in outputs] == [MAX_PROMPT_TOKENS] * 2
+        assert [len(output.prompt_logprobs or []) for output in outputs] == [MAX_PROMPT_TOKENS] * NUM_PROMPTS
         wait_until(lambda: is_idle(server.engine))
     context.destroy(linger=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -35,6 +36,20 @@ class ManyVoices(FakeRunner):
             if (token_id := result.token_ids[place]) is not None:
                 result.token_ids[place] = (token_id + item.request.index) % VOCAB_SIZE
         return result
+
+
+class StepByStep(ManyVoices):
+    """Computes as many steps as it was allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = threading.Semaphore(0)
+        self.num_begun = 0
+
+    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
+        self.num_begun += 1
+        assert self.allowed.acquire(timeout=20)
+        return super().execute(batch)
 
 
 class OneCharacterPerToken:
@@ -119,6 +134,31 @@ async def test_an_aborted_continuation_costs_nothing_more(server: EngineCoreServ
     await idle(server, client)
     # It takes the news some steps to arrive.
     assert server.engine.stats().generated_tokens < 3 * NUM_TOKENS
+
+
+async def test_a_stream_ends_by_its_own_count(tmp_path: Path) -> None:
+    """The engine's last word came before it heard that the other continuation was aborted: it has none to end with."""
+    runner = StepByStep()
+    engine = EngineCore(EngineConfig(), runner)
+    client = EngineClient(private_endpoint(tmp_path))
+    with running_server(private_endpoint(tmp_path), engine=engine) as server:
+        await client.start()
+        await client.wait_ready(20)
+        asked = EngineRequest("r", PROMPT, SamplingParams(temperature=0, max_tokens=3, n=2))
+        async with client.submit(asked) as stream:
+            runner.allowed.release(2)
+            while (await anext(stream)).index != 1:
+                pass
+            # The first one ends in the third step, which has begun.
+            await asyncio.to_thread(wait_until, lambda: runner.num_begun == 3)
+            stream.abort_continuation(1)
+            runner.allowed.release()
+            async with asyncio.timeout(20):
+                outputs = [output async for output in stream]
+        assert [(output.index, output.finish_reason) for output in outputs] == [(0, "length")]
+        assert not outputs[-1].ends_request
+        await idle(server, client)
+        await client.close()
 
 
 @pytest.mark.parametrize("num_deltas", [0, 1, 2, 7, 30])
