@@ -142,6 +142,8 @@ ROWS: dict[str, list[Request]] = {
         chat(system(RULES), QUESTION),
         chat(system(RULES), QUESTION, temperature=0.5, seed=7, stop=["!"], max_tokens=3),
     ],
+    "one request with `n` 4": [chat(system(RULES), QUESTION, n=4)],
+    "a request each: the second": [chat(system(RULES), QUESTION)] * 2,
     "the same salt": [
         chat(system(RULES), QUESTION, cache_salt="tenant-17"),
         chat(system(RULES), ANOTHER, cache_salt="tenant-17"),
@@ -196,7 +198,7 @@ class Server:
         self.core, self.http, self.clock = core, http, clock
 
     def forget(self) -> None:
-        assert self.core.reset_prefix_cache()
+        assert self.core.reset_prefix_cache().is_done
 
     def ask(self, request: Request) -> tuple[int, int]:
         """Returns (prompt tokens, cached tokens)."""

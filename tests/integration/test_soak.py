@@ -87,7 +87,7 @@ class Load:
             await asyncio.sleep(0.1)
             return f"failed: {response.status_code}"
         answer = response.json()
-        assert len(answer["choices"]) == len(body.get("prompt", "1"))
+        assert len(answer["choices"]) == len(body.get("prompt", "1")) * body["n"]
         assert all(choice["finish_reason"] in {"stop", "length"} for choice in answer["choices"])
         assert answer["usage"]["completion_tokens"] <= MAX_TOKENS * len(answer["choices"])
         return "whole"
@@ -124,6 +124,7 @@ class Load:
             "temperature": rng.choice((0, 1)),
             "priority": rng.randint(-2, 2),
             "ignore_eos": rng.random() < 0.5,
+            "n": rng.choice((1, 1, 1, 3)),
         }
         if rng.random() < 0.4:
             body["stop"] = rng.sample(["e", " the", "zz", "1"], 2)

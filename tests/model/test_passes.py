@@ -20,7 +20,7 @@ from engine_core.model.loader import load_config, load_model
 from engine_core.model.passes import PassError, apply_passes
 from engine_core.model.passes.linear_layers import watch_linears
 from engine_core.model.passes.merging import MergedPart, merge_linears
-from engine_core.model.passes.packing import PackedLinear, can_pack, pack_linears
+from engine_core.model.passes.packing import PackedLinear, can_pack, pack_linears, padded_rows
 from engine_core.model.probe import disagreement, probe_logits, tolerance
 from engine_core.model.runner import ModelRunner
 from tests.tiny_models import TINY_ARCHITECTURES, make_tiny_model
@@ -296,6 +296,15 @@ def test_packed_layers_give_what_they_gave(bias: bool, shape: tuple[int, ...], d
 
 
 @needs_packing
+def test_packed_layers_meet_few_numbers_of_rows() -> None:
+    sizes = [padded_rows(num_rows) for num_rows in range(2049)]
+    assert sizes[:17] == [*range(17)]
+    assert all(num_rows <= size <= num_rows * 9 / 8 for num_rows, size in enumerate(sizes))
+    assert all(size <= num_rows * 17 / 16 for num_rows, size in enumerate(sizes) if num_rows > 256)
+    assert len(set(sizes)) <= 100
+    assert all(padded_rows(size) == size for size in sizes)
+
+
 def test_packed_layers_take_tensors_that_are_not_contiguous() -> None:
     linear = nn.Linear(48, 80)
     x = torch.randn(2, 9, 96)[:, ::2, 24:72]

@@ -23,7 +23,22 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self._out_features)
-        return self._compute(x, self._weight, self._bias, "none", [], "")
+        num_rows = x.numel() // x.shape[-1]
+        num_padding_rows = padded_rows(num_rows) - num_rows
+        if not num_padding_rows:
+            return self._compute(x, self._weight, self._bias, "none", [], "")
+        rows = nn.functional.pad(x.reshape(num_rows, -1), (0, 0, 0, num_padding_rows))
+        out = self._compute(rows, self._weight, self._bias, "none", [], "")
+        return out[:num_rows].reshape(*x.shape[:-1], self._out_features)
+
+
+def padded_rows(num_rows: int) -> int:
+    """`num_rows`, rounded up to one of a hundred sizes below 2,048: by an eighth at most, by a sixteenth beyond 256.
+
+    oneDNN generates code for each number of rows it meets, in about a millisecond, and keeps half a megabyte of it.
+    """
+    step = 1 << max(0, num_rows.bit_length() - (4 if num_rows <= 256 else 5))
+    return -(-num_rows // step) * step
 
 
 def can_pack(dtype: torch.dtype) -> bool:
