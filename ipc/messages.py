@@ -102,12 +102,16 @@ class RequestError(Struct, array_like=True, frozen=True):
     """Why a request ended without a result.
 
     `invalid`: the caller's fault; `param` names the offending field of `EngineRequest` or
-    `SamplingParams`. `overloaded`: try again later. `internal`: ours.
+    `SamplingParams`. `overloaded`: try again later, or elsewhere; `reason` then is a word programs can test
+    (`max_num_queued_reqs`, `max_num_queued_tokens`, `draining`), if there is one, and `retry_after_s` how much later.
+    `internal`: ours.
     """
 
     code: Literal["invalid", "overloaded", "internal"]
     message: str
     param: str | None = None
+    reason: str | None = None
+    retry_after_s: float | None = None
 
 
 # There may be hundreds of thousands, and they hold no cycles: the garbage collector need not walk them.
@@ -167,6 +171,7 @@ class EngineCapabilities(Struct, array_like=True, frozen=True):
     `max_model_len` is the most tokens (prompt and output) one request may have here: the smaller of the
     model's context and the KV pool. `cache_namespace` is equal exactly where KV blocks may be shared.
     `cache_config` has the KV cache's settings by name, for people.
+    `tokenizer_digest` is equal where the tokenizer's files are; empty where there are none.
     """
 
     model: str
@@ -177,6 +182,7 @@ class EngineCapabilities(Struct, array_like=True, frozen=True):
     hash_algo: str
     cache_namespace: str
     cache_config: dict[str, str] = {}
+    tokenizer_digest: str = ""
 
 
 class Hello(Struct, array_like=True, tag="hello", frozen=True):
@@ -213,7 +219,14 @@ class AbortRequests(Struct, array_like=True, tag="abort", frozen=True):
 
 
 class Heartbeat(Struct, array_like=True, tag="heartbeat", frozen=True):
-    """Both ways, about once a second, from the thread that receives: alive, however long a step takes."""
+    """Both ways, about once a second, from the thread that receives: alive, however long a step takes.
+
+    An engine adds how many unfinished requests it has of other frontends, and whether it takes no new ones because it
+    is about to stop; that it tells at once.
+    """
+
+    num_other_requests: int = 0
+    is_draining: bool = False
 
 
 class Goodbye(Struct, array_like=True, tag="goodbye", frozen=True):

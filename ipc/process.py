@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 
-from .sockets import socket_path
+from .endpoints import socket_path
 
 logger = logging.getLogger(__name__)
 

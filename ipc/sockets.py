@@ -1,9 +1,9 @@
 """The socket pair between frontends and an engine core: who may enter, and how much may queue up.
 
-One ROUTER per engine, one DEALER per frontend, over `ipc://` in a directory only its owner can enter: whoever can
-connect to an engine can make it compute. Options follow what was measured: a plain ROUTER drops silently when
-a peer is slow, hence ROUTER_MANDATORY, which raises instead (EAGAIN when a peer's queue is full, EHOSTUNREACH
-when it is gone).
+One ROUTER per engine, one DEALER per frontend, over `ipc://` in a directory only its owner can enter, or over `tcp://`
+with keys: whoever can connect to an engine can make it compute. Options follow what was measured: a plain ROUTER drops
+silently when a peer is slow, hence ROUTER_MANDATORY, which raises instead (EAGAIN when a peer's queue is full,
+EHOSTUNREACH when it is gone).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -19,12 +20,12 @@ from typing import TypeVar
 import zmq
 
 from .codec import DEFAULT_LIMITS
+from .curve import EngineKeys, FrontendKeys, check_security, secure_dealer, secure_router
+from .endpoints import check_endpoint, is_tcp, socket_path, tcp_address
 
 QUEUE_MESSAGES = 1024
 _LINGER_MS = 1000
 _NEVER_MS = 24 * 3600 * 1000
-# sockaddr_un.sun_path has 108 bytes, the last of them 0.
-_MAX_PATH_BYTES = 107
 _PEER_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 SocketT = TypeVar("SocketT", bound=zmq.Socket)
@@ -36,27 +37,6 @@ def make_private_directory() -> Path:
     parent = runtime if runtime and os.access(runtime, os.W_OK | os.X_OK) else None
     # mkdtemp makes it with mode 0700.
     return Path(tempfile.mkdtemp(prefix="foreword-", dir=parent))
-
-
-def socket_path(endpoint: str) -> Path:
-    """The path an `ipc://` endpoint names.
-
-    Raises:
-        ValueError: not `ipc://`, not an absolute path (the abstract names `ipc://@…` have no owner), or longer than
-            the 107 bytes a socket's name may have.
-    """
-    scheme, separator, path = endpoint.partition("://")
-    if not separator or scheme != "ipc":
-        raise ValueError(f"endpoint must start with ipc://, got {endpoint!r}")
-    if not path.startswith("/") or "\0" in path:
-        raise ValueError(f"endpoint must name an absolute path, got {endpoint!r}")
-    num_bytes = len(os.fsencode(path))
-    if num_bytes > _MAX_PATH_BYTES:
-        raise ValueError(
-            f"endpoint's path has {num_bytes} bytes, a socket's may have {_MAX_PATH_BYTES}: {path!r}"
-            " (choose a shorter directory, for instance with TMPDIR)"
-        )
-    return Path(path)
 
 
 def check_private(directory: Path) -> None:
@@ -71,16 +51,48 @@ def check_private(directory: Path) -> None:
         raise PermissionError(f"{directory} has mode {mode:04o}: others can enter it; it must be 0700")
 
 
-def bind_router(context: zmq.Context[SocketT], endpoint: str, *, queue_messages: int = QUEUE_MESSAGES) -> SocketT:
+def check_listenable(endpoint: str, *, keys: EngineKeys | None = None, insecure: bool = False) -> None:
+    """Find out whether an engine may and can listen at `endpoint`, without listening.
+
+    Raises ValueError (no such endpoint, or not protected), OSError: others could enter (PermissionError), or the
+    address is in use or not this machine's.
+    """
+    check_endpoint(endpoint)
+    check_security(endpoint, has_keys=keys is not None, insecure=insecure)
+    if not is_tcp(endpoint):
+        check_private(socket_path(endpoint).parent)
+        return
+    address = tcp_address(endpoint)
+    host = "" if address.host == "*" else address.host
+    family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
+    try:
+        socket.create_server((host, address.port), family=family).close()
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen at {endpoint}: {error.strerror or error}") from error
+
+
+def bind_router(
+    context: zmq.Context[SocketT],
+    endpoint: str,
+    *,
+    keys: EngineKeys | None = None,
+    insecure: bool = False,
+    queue_messages: int = QUEUE_MESSAGES,
+) -> SocketT:
     """A ROUTER bound to `endpoint`, a place left by a dead engine included.
 
-    `queue_messages` bounds what waits for one peer in the socket. Raises ValueError (no such endpoint),
-    PermissionError (others could enter), zmq.ZMQError (in use).
+    With `keys`, the context must have an `ipc.curve.Authorizer` already. `queue_messages` bounds what waits for one
+    peer in the socket. Raises what `check_listenable` raises, and zmq.ZMQError (in use).
     """
-    check_private(socket_path(endpoint).parent)
-    router = _socket(context, zmq.ROUTER, queue_messages)
+    check_endpoint(endpoint)
+    check_security(endpoint, has_keys=keys is not None, insecure=insecure)
+    if not is_tcp(endpoint):
+        check_private(socket_path(endpoint).parent)
+    router = _socket(context, zmq.ROUTER, endpoint, queue_messages)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
+        if keys is not None:
+            secure_router(router, keys)
         router.bind(endpoint)
     except zmq.ZMQError:
         router.close(linger=0)
@@ -89,19 +101,28 @@ def bind_router(context: zmq.Context[SocketT], endpoint: str, *, queue_messages:
 
 
 def make_dealer(
-    context: zmq.Context[SocketT], endpoint: str, *, name: str = "frontend", queue_messages: int = QUEUE_MESSAGES
+    context: zmq.Context[SocketT],
+    endpoint: str,
+    *,
+    name: str = "frontend",
+    keys: FrontendKeys | None = None,
+    insecure: bool = False,
+    queue_messages: int = QUEUE_MESSAGES,
 ) -> SocketT:
-    """A DEALER, yet to be connected to `endpoint` (which is checked: ValueError).
+    """A DEALER, yet to be connected to `endpoint` (which is checked: ValueError, also where it is not protected).
 
     It connects once (the next attempt would come a day later): what was queued for one engine must never reach
     the next. `name` is for the engine's log (`peer_name`); it need not be unique.
     """
-    socket_path(endpoint)
-    dealer = _socket(context, zmq.DEALER, queue_messages)
+    check_endpoint(endpoint)
+    check_security(endpoint, has_keys=keys is not None, insecure=insecure)
+    dealer = _socket(context, zmq.DEALER, endpoint, queue_messages)
     # A ROUTER shuts its door to an identity it knows already; a name alone would return before its old socket is gone.
     dealer.setsockopt(zmq.ROUTING_ID, f"{name}-{secrets.token_hex(4)}".encode())
     # Not -1 (never): with that a disconnection also discards what was received and not yet read.
     dealer.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+    if keys is not None:
+        secure_dealer(dealer, keys)
     return dealer
 
 
@@ -111,11 +132,13 @@ def peer_name(identity: bytes) -> str:
     return text if _PEER_NAME.fullmatch(text) else identity.hex()
 
 
-def _socket(context: zmq.Context[SocketT], kind: int, queue_messages: int) -> SocketT:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, _LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, queue_messages)
-    socket.setsockopt(zmq.RCVHWM, queue_messages)
+def _socket(context: zmq.Context[SocketT], kind: int, endpoint: str, queue_messages: int) -> SocketT:
+    made = context.socket(kind)
+    made.setsockopt(zmq.LINGER, _LINGER_MS)
+    made.setsockopt(zmq.SNDHWM, queue_messages)
+    made.setsockopt(zmq.RCVHWM, queue_messages)
     # A hard ceiling in the transport; the codec's own limit gives the readable error.
-    socket.setsockopt(zmq.MAXMSGSIZE, DEFAULT_LIMITS.max_frame_bytes + 1024)
-    return socket
+    made.setsockopt(zmq.MAXMSGSIZE, DEFAULT_LIMITS.max_frame_bytes + 1024)
+    if is_tcp(endpoint):
+        made.setsockopt(zmq.IPV6, int(tcp_address(endpoint).is_ipv6))
+    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import threading
@@ -43,6 +44,11 @@ ROOT = Path(__file__).parent.parent
 def private_endpoint(tmp_path: Path) -> str:
     tmp_path.chmod(0o700)
     return f"ipc://{tmp_path}/e"
+
+
+def free_tcp_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:

@@ -52,7 +52,7 @@ def test_a_link_to_a_private_directory_is_not_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "complaint"),
     [
-        ("tcp://127.0.0.1:5555", "must start with ipc://"),
+        ("udp://127.0.0.1:5555", "must start with ipc://"),
         ("/run/engine", "must start with ipc://"),
         ("ipc://@abstract", "absolute path"),
         ("ipc://*", "absolute path"),
