@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from .config import EngineConfig
     from .engine import EngineCore
-    from .errors import InvalidConfigError, InvalidRequestError
+    from .errors import EngineOverloadedError, InvalidConfigError, InvalidRequestError
+    from .model.fingerprint import tokenizer_digest
     from .model.resolve import BUILTIN_MODELS, ModelNotFoundError, ResolvedModel, resolve_model
 
 _HOMES = {
@@ -37,6 +38,7 @@ _HOMES = {
     "SamplingParams": "ipc.messages",
     "EngineConfig": "engine_core.config",
     "EngineCore": "engine_core.engine",
+    "EngineOverloadedError": "engine_core.errors",
     "InvalidConfigError": "engine_core.errors",
     "InvalidRequestError": "engine_core.errors",
     "BUILTIN_MODELS": "engine_core.model.resolve",
@@ -45,6 +47,7 @@ _HOMES = {
     "resolve_model": "engine_core.model.resolve",
     "EngineStats": "ipc.stats",
     "PrefixCacheReset": "ipc.stats",
+    "tokenizer_digest": "engine_core.model.fingerprint",
 }
 
 __all__ = [
@@ -53,6 +56,7 @@ __all__ = [
     "EngineConfig",
     "EngineCore",
     "EngineOutputs",
+    "EngineOverloadedError",
     "EngineRequest",
     "EngineStats",
     "ExtraKeySpan",
@@ -65,6 +69,7 @@ __all__ = [
     "ResolvedModel",
     "SamplingParams",
     "resolve_model",
+    "tokenizer_digest",
 ]
 
 

@@ -40,6 +40,10 @@ def check_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise InvalidConfigError(f"{name}: must be at least 1, is {value}")
+    for name in ("max_num_queued_requests", "max_num_queued_tokens"):
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            raise InvalidConfigError(f"{name}: must be at least 0, is {value}")
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise InvalidConfigError(
             f"max_num_batched_tokens: {config.max_num_batched_tokens} gives some of max_num_seqs={config.max_num_seqs}"

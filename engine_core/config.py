@@ -40,9 +40,12 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         kv_cache_metrics: measure how long cached blocks stay and when they are used again (`EngineStats`).
         kv_cache_metrics_sample: share of the blocks that this looks at.
         free_order: where freed blocks go in the free queue; `unhashed_first` is what a newer peer does.
-        num_threads: CPU threads for the model.
+        num_threads: CPU threads for the model; default the physical cores this process may use.
         merge_projections: compute linear layers that read the same tensor as one (CPU only).
         prepack_weights: store weights in the layout the CPU's matrix library computes with (CPU only).
+        max_num_queued_requests: most sequences that may wait beyond those that free seats (`max_num_seqs`) admit at
+            once; further requests are refused as `overloaded`. A request with `n` continuations counts `n`.
+        max_num_queued_tokens: the same for their prompt tokens.
     """
 
     model: str = ""
@@ -71,3 +74,5 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     num_threads: int | None = None
     merge_projections: bool = True
     prepack_weights: bool = True
+    max_num_queued_requests: int | None = None
+    max_num_queued_tokens: int | None = None

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError
 from ipc.stats import EngineStats, PrefixCacheReset
 
+from .admission import AdmissionGate
 from .checks import check_config, check_request
 from .config import EngineConfig
 from .errors import InvalidConfigError, InvalidRequestError
@@ -59,6 +60,7 @@ class EngineCore:
             hash_algo=config.prefix_caching_hash_algo,
             cache_namespace=info.cache_namespace,
             cache_config=_cache_config(config),
+            tokenizer_digest=info.tokenizer_digest,
         )
         self._hasher = BlockHasher(
             config.prefix_caching_hash_algo,
@@ -87,6 +89,11 @@ class EngineCore:
             reserve_full_sequence=config.reserve_full_sequence,
             num_watermark_blocks=int(config.watermark * info.num_blocks),
         )
+        self._gate = AdmissionGate(
+            self._scheduler,
+            max_num_queued_requests=config.max_num_queued_requests,
+            max_num_queued_tokens=config.max_num_queued_tokens,
+        )
         self._num_failed_steps = 0
         self.num_consecutive_failed_steps = 0
 
@@ -95,6 +102,7 @@ class EngineCore:
 
         Raises:
             InvalidRequestError: it can never run here; `.param` names the field.
+            EngineOverloadedError: too many wait (`max_num_queued_requests`, `max_num_queued_tokens`); try again later.
         """
         self.add_prepared(self.prepare_request(request))
 
@@ -102,7 +110,7 @@ class EngineCore:
         """Check a request and hash its blocks: the part of adding it that needs no engine state.
 
         Raises:
-            InvalidRequestError: as `add_request`.
+            InvalidRequestError: it can never run here.
         """
         check_request(request, self.capabilities)
         params = request.sampling_params
@@ -122,11 +130,13 @@ class EngineCore:
 
         Raises:
             InvalidRequestError: an unfinished request has the same id.
+            EngineOverloadedError: as `add_request`.
         """
         if self._scheduler.is_unfinished(request.request_id):
             raise InvalidRequestError(
                 f"request_id: {request.request_id!r} belongs to an unfinished request", "request_id"
             )
+        self._gate.check(request)
         self._scheduler.add(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
@@ -148,6 +158,7 @@ class EngineCore:
         are freed, nothing computed in this step stays in the cache, and the engine goes on.
         """
         step = self._scheduler.schedule()
+        self._gate.observe_step()
         if not step.scheduled:
             return EngineOutputs()
         try:

@@ -11,5 +11,18 @@ class InvalidRequestError(ValueError):
         self.param = param
 
 
+class EngineOverloadedError(Exception):
+    """The queue is as long as it may be; the request was not added.
+
+    `reason` is the limit (`max_num_queued_reqs`, `max_num_queued_tokens`), `retry_after_s` an estimate of when there
+    will be room for it again.
+    """
+
+    def __init__(self, message: str, reason: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
 class InvalidConfigError(ValueError):
     """The engine cannot be built as configured. The message names the setting and the true numbers."""

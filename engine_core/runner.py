@@ -55,7 +55,7 @@ class ModelInfo:
     """What the engine must know of the model it drives.
 
     `cache_namespace` (hex) is equal exactly where KV blocks may be shared: same weights, KV dtype, block size
-    and layout.
+    and layout; `tokenizer_digest` is that of the model's directory, empty where there is none.
     """
 
     name: str
@@ -64,6 +64,7 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     num_blocks: int
     cache_namespace: str
+    tokenizer_digest: str = ""
 
 
 class Runner(Protocol):

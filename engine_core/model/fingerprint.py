@@ -1,4 +1,4 @@
-"""What a KV block's content depends on besides tokens: the cache namespace, root of every hash chain."""
+"""What must be equal on two machines: the cache namespace, root of every hash chain, and the tokenizer's digest."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ def cache_namespace(fingerprint: str, kv_dtype: str, block_size: int) -> str:
     """Hex; equal exactly where KV blocks mean the same: weights, KV dtype, block size and layout."""
     parts = json.dumps([fingerprint, kv_dtype, block_size, LAYOUT_VERSION])
     return hashlib.sha256(parts.encode()).hexdigest()
+
+
+def tokenizer_digest(path: Path) -> str:
+    """Hex; equal where the files are that turn text into token ids. Empty if a model directory has none of them."""
+    # The first, where it is, says everything; the others are its older forms.
+    for names in (["tokenizer.json"], ["tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"]):
+        files = [path / name for name in names if (path / name).is_file()]
+        if files:
+            total = hashlib.sha256()
+            for file in files:
+                total.update(f"{len(file.name)}:{file.name}".encode())
+                total.update(_file_digest(file))
+            return total.hexdigest()
+    return ""
 
 
 def _file_digest(file: Path) -> bytes:

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
+from engine_core import EngineConfig, EngineCore, EngineOverloadedError, EngineRequest, SamplingParams
 from engine_core.request import Request
 from engine_core.scheduler import Scheduler
+from engine_core.waiting_queue import num_sequences, num_waiting_tokens
 from ipc.messages import ExtraKeySpan
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.engine_core.test_engine import assert_idle
@@ -63,6 +64,8 @@ class Workload:
             free_order=rng.choice(["append_all", "unhashed_first"]),
             full_prompt_hit=rng.choice(["recompute_last_token", "drop_last_block"]),
             enable_prefix_caching=rng.random() < 0.9,
+            max_num_queued_requests=rng.choice([None, None, 3]),
+            max_num_queued_tokens=rng.choice([None, None, 40]),
         )
         self.runner = CheckingRunner(num_blocks, block_size, vocab_size=VOCAB, max_model_len=100)
         self.engine = EngineCore(self.config, self.runner)
@@ -97,9 +100,17 @@ class Workload:
             read_prefix_cache=rng.random() < 0.9,
         )
         self.num_added += 1
+        try:
+            self.engine.add_request(request)
+        except EngineOverloadedError:
+            return
         self.prompts[request.request_id], self.produced[request.request_id] = prompt, []
         self.others[request.request_id] = {index: [] for index in range(1, request.sampling_params.n)}
-        self.engine.add_request(request)
+
+    def check_queue(self) -> None:
+        waiting = self.engine._scheduler.waiting
+        assert waiting.num_sequences == sum(map(num_sequences, waiting))
+        assert waiting.num_tokens == sum(map(num_waiting_tokens, waiting))
 
     def step(self) -> None:
         self.runner.fail_next = self.rng.random() < 0.01
@@ -129,6 +140,7 @@ class Workload:
         )
         for operation in operations:
             operation()
+            self.check_queue()
         deadline = self.num_added * 1000
         while self.engine.has_unfinished_requests():
             self.step()
