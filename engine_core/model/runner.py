@@ -15,7 +15,7 @@ from engine_core.errors import InvalidConfigError
 from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
 
 from .attention import PagedKV
-from .fingerprint import cache_namespace, model_fingerprint
+from .fingerprint import cache_namespace, model_fingerprint, tokenizer_digest
 from .head_replay import decoding_once
 from .input_batch import build_input_batch
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model
@@ -27,6 +27,7 @@ from .probe import probe_layers
 from .rehearsal import SCRATCH_BLOCK_ID, heaviest_step
 from .sampler import sample
 from .support import LayerShape, usable_model_len
+from .threads import default_num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Loads `config.model`, allocates the whole KV pool once and computes steps. One thread at a time.
 
-    `num_threads` and, for float32, the highest matmul precision are set for the whole process: torch has no other way.
+    The number of threads and, for float32, the highest matmul precision are set for the whole process: torch has no
+    other way.
 
     Raises:
         InvalidConfigError: a setting and the model or the machine do not fit; the message has the numbers.
@@ -43,8 +45,8 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         started_s = time.monotonic()
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        if (num_threads := config.num_threads or default_num_threads()) is not None:
+            torch.set_num_threads(num_threads)
         self._device = choose_device(config.device)
         self._dtype = choose_dtype(config.dtype, self._device)
         if self._dtype == torch.float32:
@@ -77,12 +79,14 @@ class ModelRunner:
             eos_token_ids=end_of_sequence_ids(self._model, model_config),
             num_blocks=num_blocks,
             cache_namespace=cache_namespace(model_fingerprint(path), dtype_name, config.block_size),
+            tokenizer_digest=tokenizer_digest(path),
         )
         logger.info(
-            "model_loaded name=%s dtype=%s device=%s layers=%d blocks=%d kv_pool_bytes=%d load_s=%.1f",
+            "model_loaded name=%s dtype=%s device=%s threads=%d layers=%d blocks=%d kv_pool_bytes=%d load_s=%.1f",
             self.info.name,
             dtype_name,
             self._device,
+            torch.get_num_threads(),
             len(shapes),
             num_blocks,
             sum(cache.nbytes for caches in (self._key_caches, self._value_caches) for cache in caches.values()),
