@@ -31,6 +31,7 @@ import msgspec
 import zmq
 
 from ipc.codec import PROTOCOL_VERSION, Decoder, WireError, read_header
+from ipc.curve import Authorizer, EngineKeys
 from ipc.drops import DropCounter
 from ipc.messages import (
     AbortRequests,
@@ -73,12 +74,17 @@ _MAX_REASON_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """Times and bounds of the wire. `max_backlog_messages` is about one message per step and frontend."""
+    """Times and bounds of the wire, and who may use it.
+
+    `max_backlog_messages` is about one message per step and frontend. A `tcp://` endpoint takes `keys`, or `insecure`.
+    """
 
     heartbeat_interval_s: float = 1.0
     frontend_timeout_s: float = 10.0
     queue_messages: int = QUEUE_MESSAGES
     max_backlog_messages: int = 1024
+    keys: EngineKeys | None = None
+    insecure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +115,12 @@ class Stop:
     exit_code: int
 
 
-Command: TypeAlias = Add | Abort | AbortContinuations | Reset | Stop
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """No `Add` follows."""
+
+
+Command: TypeAlias = Add | Abort | AbortContinuations | Reset | Stop | Drain
 
 
 class FrontendLink:
@@ -128,7 +139,7 @@ class FrontendLink:
         commands: SimpleQueue[Command],
         settings: LinkSettings,
     ) -> None:
-        """Binds the socket; raises what `ipc.sockets.bind_router` raises.
+        """Binds the socket; raises what `ipc.sockets.bind_router` and `ipc.curve.Authorizer` raise.
 
         `prepare_request` and `stats` are called while the engine computes a step.
         """
@@ -146,12 +157,21 @@ class FrontendLink:
         self._outbox: deque[EngineOutputs] = deque()
         self._answers: deque[tuple[FrontendSession, EngineMessage]] = deque()
         self._stopping = False
+        self._drain_wanted = False
+        self._draining = False
         self._next_beat_s = time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._router = bind_router(self._context, endpoint, queue_messages=settings.queue_messages)
+            self._authorizer = None if settings.keys is None else Authorizer(self._context, settings.keys, self.drops)
+            self._router = bind_router(
+                self._context,
+                endpoint,
+                keys=settings.keys,
+                insecure=settings.insecure,
+                queue_messages=settings.queue_messages,
+            )
         except BaseException:
-            self._context.term()
+            self._context.destroy(linger=0)
             raise
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -164,6 +184,11 @@ class FrontendLink:
     def publish(self, outputs: EngineOutputs) -> None:
         """Send what a step produced to whom it concerns. Never waits. The outputs are the link's from here on."""
         self._outbox.append(outputs)
+        self._wake()
+
+    def drain(self) -> None:
+        """From now on refuse new requests, and tell every frontend so. From any thread or signal handler."""
+        self._drain_wanted = True
         self._wake()
 
     def stop(self) -> None:
@@ -184,10 +209,16 @@ class FrontendLink:
             poller = zmq.Poller()
             poller.register(self._router, zmq.POLLIN)
             poller.register(self._wake_read, zmq.POLLIN)
+            if self._authorizer is not None:
+                poller.register(self._authorizer.socket, zmq.POLLIN)
             while not self._stopping:
                 events = dict(poller.poll(self._wait_ms()))
                 if self._wake_read in events:
                     os.read(self._wake_read, 65536)
+                if self._authorizer is not None and self._authorizer.socket in events:
+                    self._authorizer.answer()
+                if self._drain_wanted and not self._draining:
+                    self._announce_drain()
                 self._receive()
                 self._flush()
                 self._beat()
@@ -199,6 +230,8 @@ class FrontendLink:
             self._commands.put(Stop(1))
         finally:
             self._router.close()
+            if self._authorizer is not None:
+                self._authorizer.socket.close()
             self._context.term()
 
     def _wait_ms(self) -> int:
@@ -283,6 +316,16 @@ class FrontendLink:
             frontend.last_heard_s = time.monotonic()
             frontend.expected = sequence + 1
         self._enqueue(frontend, Welcome(self._capabilities))
+        self._enqueue(frontend, self._heartbeat(frontend))
+
+    def _announce_drain(self) -> None:
+        self._draining = True
+        self._commands.put(Drain())
+        for frontend in list(self._frontends.values()):
+            self._enqueue(frontend, self._heartbeat(frontend))
+
+    def _heartbeat(self, frontend: FrontendSession) -> Heartbeat:
+        return Heartbeat(len(self._requests) - len(frontend.engine_ids), self._draining)
 
     def _add(self, frontend: FrontendSession, request: EngineRequest) -> None:
         own_id = request.request_id
@@ -296,6 +339,10 @@ class FrontendLink:
             return
         if len(frontend.backlog) >= self._settings.max_backlog_messages:
             self._refuse(frontend, own_id, _not_reading(self._settings))
+            return
+        if self._draining:
+            message = "the engine is about to stop and takes no new requests"
+            self._refuse(frontend, own_id, RequestError("overloaded", message, reason="draining"))
             return
         engine_id = f"{next(self._serial)}:{own_id}"
         try:
@@ -436,7 +483,7 @@ class FrontendLink:
                 self._end(frontend, "silent")
             elif not frontend.backlog:
                 # What waits is as good a sign of life, and a heartbeat must not overtake a welcome.
-                self._send(frontend, Heartbeat())
+                self._send(frontend, self._heartbeat(frontend))
 
 
 def _not_reading(settings: LinkSettings) -> RequestError:

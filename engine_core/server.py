@@ -3,8 +3,9 @@
     python -m engine_core.server --endpoint ipc:///run/user/1000/foreword-x/engine.sock --config '{"model": …}'
 
 Two threads: `FrontendLink` talks to frontends, the main thread steps the engine. Idle, both sleep until something
-arrives. Exits 0 on SIGTERM and SIGINT, 78 if it cannot start as configured, 1 on anything else, among it a model that
-fails step after step: a device in such a state does not recover, a new process may.
+arrives. Exits 0 on SIGTERM, after running requests have had a time to end, and on SIGINT, at once; 78 if it cannot
+start as configured; 1 on anything else, among it a model that fails step after step: a device in such a state does not
+recover, a new process may.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import msgspec
+import zmq
 
+from ipc.curve import EngineKeys
+from ipc.key_files import KeyFileError, load_key_pair
 from ipc.logs import configure_logging
+from ipc.messages import EngineOutputs, RequestError, RequestOutput
 from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_open_files_limit
-from ipc.sockets import check_private, socket_path
+from ipc.sockets import check_listenable
 
 from .config import EngineConfig
-from .errors import InvalidConfigError
-from .frontend_link import Abort, AbortContinuations, Add, Command, FrontendLink, LinkSettings, Reset, Stop
+from .errors import EngineOverloadedError, InvalidConfigError
+from .frontend_link import Abort, AbortContinuations, Add, Command, Drain, FrontendLink, LinkSettings, Reset, Stop
+from .request import Request
 
 if TYPE_CHECKING:
     from .engine import EngineCore
@@ -45,6 +52,8 @@ class EngineCoreServer:
 
     def __init__(self, engine: EngineCore, endpoint: str, settings: LinkSettings | None = None) -> None:
         self.engine = engine
+        self._drain_timeout_s = 0.0
+        self._drain_ends_s: float | None = None
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self.link = FrontendLink(
             endpoint,
@@ -70,8 +79,16 @@ class EngineCoreServer:
         """Make `run` return after the current step. From any thread or signal handler."""
         self._commands.put(Stop(exit_code))
 
+    def drain(self, timeout_s: float) -> None:
+        """Take no new requests, and make `run` return 0 when those running have ended, after `timeout_s` at the latest.
+
+        Frontends are told at once. From any thread or signal handler.
+        """
+        self._drain_timeout_s = timeout_s
+        self.link.drain()
+
     def _loop(self) -> int:
-        while True:
+        while not self._is_drained():
             for command in self._waiting_commands():
                 if isinstance(command, Stop):
                     return command.exit_code
@@ -81,6 +98,16 @@ class EngineCoreServer:
                 if self.engine.num_consecutive_failed_steps >= _MAX_CONSECUTIVE_FAILED_STEPS:
                     logger.error("engine_gives_up consecutive_failed_steps=%d", _MAX_CONSECUTIVE_FAILED_STEPS)
                     return 1
+        return 0
+
+    def _is_drained(self) -> bool:
+        if self._drain_ends_s is None:
+            return False
+        if self.engine.has_unfinished_requests() and time.monotonic() < self._drain_ends_s:
+            return False
+        stats = self.engine.stats()
+        logger.info("engine_drained cut_short=%d", stats.num_running + stats.num_waiting)
+        return True
 
     def _waiting_commands(self) -> Iterator[Command]:
         if not self.engine.has_unfinished_requests():
@@ -89,13 +116,16 @@ class EngineCoreServer:
             while True:
                 yield self._commands.get_nowait()
 
-    def _obey(self, command: Add | Abort | AbortContinuations | Reset) -> None:
-        if isinstance(command, Abort):
+    def _obey(self, command: Add | Abort | AbortContinuations | Reset | Drain) -> None:
+        if isinstance(command, Add):
+            self._add(command.request)
+        elif isinstance(command, Abort):
             self.engine.abort_requests(command.request_ids)
         elif isinstance(command, AbortContinuations):
             self.engine.abort_continuations(command.continuations)
-        elif isinstance(command, Add):
-            self.engine.add_prepared(command.request)
+        elif isinstance(command, Drain):
+            self._drain_ends_s = time.monotonic() + self._drain_timeout_s
+            logger.info("engine_draining timeout_s=%g", self._drain_timeout_s)
         else:
             result = self.engine.reset_prefix_cache(reset_running_requests=command.reset_running_requests)
             logger.info(
@@ -105,9 +135,26 @@ class EngineCoreServer:
             )
             command.answer(result)
 
+    def _add(self, request: Request) -> None:
+        try:
+            self.engine.add_prepared(request)
+        except EngineOverloadedError as error:
+            reason = RequestError("overloaded", str(error), reason=error.reason, retry_after_s=error.retry_after_s)
+            refusal = RequestOutput(request.output_id, [], finish_reason="error", error=reason)
+            self.link.publish(EngineOutputs([refusal]))
 
-def run_process(build_engine: Callable[[], EngineCore], endpoint: str, settings: LinkSettings | None = None) -> int:
-    """Everything a process around `EngineCoreServer` needs: log, signals, supervisor, exit code."""
+
+def run_process(
+    build_engine: Callable[[], EngineCore],
+    endpoint: str,
+    link_settings: Callable[[], LinkSettings] = LinkSettings,
+    *,
+    drain_timeout_s: float = 0.0,
+) -> int:
+    """Everything a process around `EngineCoreServer` needs: log, signals, supervisor, exit code.
+
+    `link_settings` may raise KeyFileError.
+    """
     configure_logging("engine")
     exit_with_supervisor(endpoint)
     raise_open_files_limit()
@@ -115,16 +162,23 @@ def run_process(build_engine: Callable[[], EngineCore], endpoint: str, settings:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     started_s = time.monotonic()
     try:
+        settings = link_settings()
         # Loading may take minutes; a place where nobody may listen is found out before.
-        check_private(socket_path(endpoint).parent)
+        check_listenable(endpoint, keys=settings.keys, insecure=settings.insecure)
+    except (ValueError, OSError) as error:
+        logger.error("engine_start_failed reason=%r", f"{type(error).__name__}: {error}")
+        return STARTUP_FAILURE_EXIT_CODE
+    if settings.insecure:
+        logger.warning("endpoint_insecure endpoint=%s", endpoint)
+    try:
         server = EngineCoreServer(build_engine(), endpoint, settings)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, zmq.ZMQError) as error:
         # Where the message names the setting, a traceback only hides it.
-        plain = isinstance(error, InvalidConfigError | msgspec.ValidationError | PermissionError)
+        plain = isinstance(error, InvalidConfigError | msgspec.ValidationError | PermissionError | KeyFileError)
         logger.error("engine_start_failed reason=%r", f"{type(error).__name__}: {error}", exc_info=not plain)
         return STARTUP_FAILURE_EXIT_CODE
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.stop())
+    signal.signal(signal.SIGTERM, lambda *_: server.drain(drain_timeout_s))
+    signal.signal(signal.SIGINT, lambda *_: server.stop())
     capabilities = server.engine.capabilities
     logger.info(
         "engine_ready epoch=%d model=%s blocks=%d block_size=%d max_model_len=%d load_s=%.1f",
@@ -142,8 +196,11 @@ def run_process(build_engine: Callable[[], EngineCore], endpoint: str, settings:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine_core.server", description="One engine core as a process.")
-    parser.add_argument("--endpoint", required=True, help="ipc:// address to listen at, in a directory of mode 0700")
+    parser.add_argument(
+        "--endpoint", required=True, help="where to listen: ipc:// in a directory of mode 0700, or tcp://"
+    )
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    add_link_options(parser)
     arguments = parser.parse_args()
 
     def build_engine() -> EngineCore:
@@ -153,7 +210,28 @@ def main() -> int:
 
         return EngineCore(config)
 
-    return run_process(build_engine, arguments.endpoint)
+    return run_process(
+        build_engine,
+        arguments.endpoint,
+        lambda: link_settings_of(arguments),
+        drain_timeout_s=arguments.drain_timeout_s,
+    )
+
+
+def add_link_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say who may use the endpoint, and how patient the process is when it is told to stop."""
+    parser.add_argument("--curve-key", type=Path, help="file with the engine's secret key")
+    parser.add_argument("--curve-authorized", type=Path, help="file or directory with the public keys of frontends")
+    parser.add_argument("--insecure", action="store_true", help="tcp:// without keys")
+    parser.add_argument("--drain-timeout-s", type=float, default=0.0, help="time for running requests at SIGTERM")
+
+
+def link_settings_of(arguments: argparse.Namespace) -> LinkSettings:
+    """What `add_link_options` was told. Raises KeyFileError."""
+    if arguments.curve_key is None:
+        return LinkSettings(insecure=arguments.insecure)
+    keys = EngineKeys(load_key_pair(arguments.curve_key), arguments.curve_authorized)
+    return LinkSettings(keys=keys, insecure=arguments.insecure)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 import msgspec
 
 from engine_core.config import EngineConfig
 from engine_core.engine import EngineCore
 from engine_core.errors import InvalidConfigError
-from engine_core.server import run_process
+from engine_core.server import add_link_options, link_settings_of, run_process
 from tests.fake_runner import FakeRunner
 
 
@@ -21,15 +22,25 @@ def main() -> int:
     parser.add_argument("--num-blocks", type=int, default=4096)
     parser.add_argument("--fail", action="store_true", help="do not start, as with an impossible configuration")
     parser.add_argument("--config", default="{}", help="EngineConfig as JSON")
+    parser.add_argument("--name", default="fake", help="of the model")
+    parser.add_argument("--tokenizer-digest", default="")
+    add_link_options(parser)
     arguments = parser.parse_args()
 
     def build_engine() -> EngineCore:
         if arguments.fail:
             raise InvalidConfigError("block_size: this engine was told to fail")
         config = msgspec.json.decode(arguments.config, type=EngineConfig)
-        return EngineCore(config, FakeRunner(num_blocks=arguments.num_blocks, step_s=arguments.step_s))
+        runner = FakeRunner(num_blocks=arguments.num_blocks, step_s=arguments.step_s)
+        runner.info = replace(runner.info, name=arguments.name, tokenizer_digest=arguments.tokenizer_digest)
+        return EngineCore(config, runner)
 
-    return run_process(build_engine, arguments.endpoint)
+    return run_process(
+        build_engine,
+        arguments.endpoint,
+        lambda: link_settings_of(arguments),
+        drain_timeout_s=arguments.drain_timeout_s,
+    )
 
 
 if __name__ == "__main__":
