@@ -29,7 +29,7 @@ import psutil
 import uvloop
 
 from engine_core import resolve_model
-from frontend.http_config import HttpConfig, child_argv
+from frontend.http_config import EngineAddress, HttpConfig, child_argv
 
 _HOST = "127.0.0.1"
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
@@ -183,7 +183,9 @@ def main() -> None:
         endpoint = f"ipc://{directory}/engine"
         stack.enter_context(running(sys.executable, "-m", "benchmarks.echo_engine", endpoint, str(vocab_size)))
         port = free_port()
-        config = HttpConfig(endpoint=endpoint, model_dir=str(model_dir), model_names=("echo",), port=port)
+        config = HttpConfig(
+            engines=(EngineAddress(endpoint),), model_dir=str(model_dir), model_names=("echo",), port=port
+        )
         servers = {"foreword": start(port, *child_argv(config))}
         port = free_port()
         servers["bare"] = start(port, sys.executable, "-m", "benchmarks.bare_server", str(port))

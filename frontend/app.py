@@ -40,7 +40,7 @@ def create_app(
             *openai_routes(serving),
             *health_routes(serving.client),
             *metrics_routes(serving.metrics),
-            *cache_routes([serving.client]),
+            *cache_routes(serving.client.engines),
             *docs_routes(),
         ],
         openapi_config=None,

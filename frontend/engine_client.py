@@ -21,7 +21,9 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from ipc.codec import Decoder, WireError, encode
+from ipc.curve import FrontendKeys, check_security, why_no_handshake
 from ipc.drops import DropCounter
+from ipc.endpoints import check_endpoint
 from ipc.messages import (
     AbortRequests,
     AddRequest,
@@ -53,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 0.5
+# An engine that is there and does not want us, or is not wanted, has to be changed by somebody.
+_MAX_RETRY_AFTER_REFUSAL_S = 5.0
 # A flood of outputs must not keep the event loop from its other work.
 _MESSAGES_PER_TURN = 64
 
@@ -174,11 +178,13 @@ class EngineClient:
     """A connection to one engine core that heals itself. Use from one event loop.
 
     Attributes:
-        state: `connecting` until an engine has answered for the first time; `ready`; `down` when the engine was
-            lost or refuses us, until one answers again.
+        state: `connecting` until an engine has answered for the first time; `ready`; `draining` when it is about to
+            stop: what runs goes on, new requests are not taken; `down` when the engine was lost, refuses us or is
+            not the one we want, until one answers again.
         down_reason: why the state is not `ready`, for people; None when it is.
         capabilities: of the engine that answered last; None before the first.
         num_restarts: how often another engine answered than before.
+        num_other_requests: what this engine is working on for other frontends, as it said last.
         drops: messages that were not used, by reason.
     """
 
@@ -188,24 +194,35 @@ class EngineClient:
         *,
         index: int = 0,
         name: str = "frontend",
+        keys: FrontendKeys | None = None,
+        insecure: bool = False,
+        why_unwanted: Callable[[EngineCapabilities], str | None] = lambda capabilities: None,
         quiet: bool = False,
         heartbeat_interval_s: float = 1.0,
         heartbeat_timeout_s: float = 4.0,
     ) -> None:
-        """`endpoint` is where the engine's ROUTER is (or will be) bound. Raises ValueError if it cannot be one.
+        """`endpoint` is where the engine's ROUTER is (or will be) bound. Raises ValueError if it cannot be one, or is a
+        `tcp://` one with neither `keys` nor `insecure`.
 
+        An engine that `why_unwanted` has something against is not used: the state is `down` and that the reason.
         An engine silent for `heartbeat_timeout_s` is lost, and so is one that does not answer the handshake.
         `index` is the engine's number among those of this frontend. `name` tells this client from others in the
         engine's log; `quiet` is for one that only watches: finding and losing the engine is somebody else's news, and
         logged at DEBUG.
         """
+        check_endpoint(endpoint)
+        check_security(endpoint, has_keys=keys is not None, insecure=insecure)
         self.endpoint = endpoint
         self.index = index
         self._name = name
+        self._keys = keys
+        self._insecure = insecure
+        self._why_unwanted = why_unwanted
         self._quiet = quiet
-        self.state: Literal["connecting", "ready", "down"] = "connecting"
+        self.state: Literal["connecting", "ready", "draining", "down"] = "connecting"
         self.down_reason: str | None = f"no engine has answered at {endpoint} yet"
         self.capabilities: EngineCapabilities | None = None
+        self.num_other_requests = 0
         self.drops = DropCounter("engine_client")
         self.num_restarts = 0
         self._known_epoch: int | None = None
@@ -226,6 +243,11 @@ class EngineClient:
     def num_in_flight(self) -> int:
         """Requests submitted and neither finished, failed nor aborted."""
         return len(self._streams)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is an engine that lives and talks to us, be it about to stop."""
+        return self.state in {"ready", "draining"}
 
     async def start(self) -> None:
         """Begin looking for the engine. Returns at once."""
@@ -339,15 +361,18 @@ class EngineClient:
                 ended = _SessionEndedError(f"the client failed: {type(error).__name__}: {error}", telling=True)
                 if str(ended) != self.down_reason:
                     logger.error("engine_session_failed endpoint=%s", self.endpoint, exc_info=error)
-            was_ready = self.state == "ready"
+            was_connected = self.is_connected
             self._lose(ended)
-            retry_s = _MIN_RETRY_S if was_ready else min(2 * retry_s, _MAX_RETRY_S)
+            max_retry_s = _MAX_RETRY_AFTER_REFUSAL_S if ended.telling else _MAX_RETRY_S
+            retry_s = _MIN_RETRY_S if was_connected else min(2 * retry_s, max_retry_s)
             await asyncio.sleep(retry_s)
 
     async def _run_session(self) -> None:
         """One session, until it ends with an exception."""
         assert self._context is not None
-        session = self._session = EngineSession(self._context, self.endpoint, self._name)
+        session = self._session = EngineSession(
+            self._context, self.endpoint, self._name, keys=self._keys, insecure=self._insecure
+        )
         try:
             session.send(Hello())
             async with asyncio.TaskGroup() as tasks:
@@ -359,7 +384,7 @@ class EngineClient:
 
     def _lose(self, ended: _SessionEndedError) -> None:
         reason = str(ended)
-        if self.state == "ready" or ended.telling:
+        if self.is_connected or ended.telling:
             if reason != self.down_reason and not self._closing:
                 logger.log(
                     logging.DEBUG if self._quiet else logging.WARNING,
@@ -381,6 +406,8 @@ class EngineClient:
     async def _watch(self, session: EngineSession) -> None:
         while True:
             event = await recv_monitor_message(session.monitor)
+            if (reason := why_no_handshake(event, self.endpoint, has_keys=self._keys is not None)) is not None:
+                raise _SessionEndedError(reason, telling=True)
             if event["event"] != zmq.EVENT_MONITOR_STOPPED:
                 for frames in session.receive_waiting():
                     self._take(session, frames)
@@ -436,6 +463,10 @@ class EngineClient:
             self._calls.answer(message.call_id, EngineSnapshot(epoch, message.stats, message.dropped_messages))
         elif isinstance(message, PrefixCacheWasReset):
             self._calls.answer(message.call_id, message.result)
+        elif isinstance(message, Heartbeat):
+            self.num_other_requests = message.num_other_requests
+            if message.is_draining and self.state == "ready":
+                self._stop_submitting()
         elif isinstance(message, Welcome):
             # Nobody asked for it, but it has given up what was in flight.
             raise _SessionEndedError("the engine began the session anew")
@@ -450,7 +481,20 @@ class EngineClient:
                 raise _SessionEndedError(f"messages were lost: {detail}")
         return verdict == "next"
 
+    def _stop_submitting(self) -> None:
+        self.state = "draining"
+        self.down_reason = "the engine is about to stop"
+        self._ready.clear()
+        logger.log(
+            logging.DEBUG if self._quiet else logging.INFO,
+            "engine_draining endpoint=%s in_flight=%d",
+            self.endpoint,
+            self.num_in_flight,
+        )
+
     def _welcome(self, session: EngineSession, epoch: int, sequence: int, capabilities: EngineCapabilities) -> None:
+        if (reason := self._why_unwanted(capabilities)) is not None:
+            raise _SessionEndedError(f"not the engine that is wanted: {reason}", telling=True)
         session.epoch = epoch
         self.num_restarts += self._known_epoch not in (None, epoch)
         self._known_epoch = epoch

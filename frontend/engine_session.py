@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from ipc.codec import encode
+from ipc.curve import HANDSHAKE_FAILURES, FrontendKeys
 from ipc.messages import FrontendMessage, Goodbye
 from ipc.sequence import UNCOUNTED, Verdict, judge
 from ipc.sockets import make_dealer
@@ -34,12 +35,18 @@ class EngineSession:
     `epoch` is 0 until the engine has answered; `expected` is the number that its next message must have then.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, name: str) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, endpoint: str, name: str, *, keys: FrontendKeys | None, insecure: bool
+    ) -> None:
         """Raises zmq.ZMQError (for instance when there are too many open files), and leaves nothing open then."""
-        self.socket: zmq.asyncio.Socket = make_dealer(context, endpoint, name=name)
+        self.socket: zmq.asyncio.Socket = make_dealer(context, endpoint, name=name, keys=keys, insecure=insecure)
         try:
             self.monitor = self.socket.get_monitor_socket(
-                zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED | zmq.EVENT_CONNECT_RETRIED
+                zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_CLOSED
+                | zmq.EVENT_CLOSE_FAILED
+                | zmq.EVENT_CONNECT_RETRIED
+                | HANDSHAKE_FAILURES
             )
             self.socket.connect(endpoint)
         except BaseException:

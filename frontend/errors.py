@@ -65,10 +65,14 @@ def shutting_down() -> ApiError:
     )
 
 
-def overloaded(reason: str) -> ApiError:
+def overloaded(reason: str, retry_after_s: int = 1) -> ApiError:
     """503: too much to do."""
     return ApiError(
-        503, f"the server is overloaded: {reason}", kind="service_unavailable_error", code="overloaded", retry_after_s=1
+        503,
+        f"the server is overloaded: {reason}",
+        kind="service_unavailable_error",
+        code="overloaded",
+        retry_after_s=retry_after_s,
     )
 
 

@@ -10,13 +10,13 @@ from ipc.messages import EngineRequest, TokenLogprob
 
 from .continuation import Continuation, TextDelta
 from .detokenizer import Detokenizer
-from .engine_client import EngineClient
 from .engine_errors import EngineUnavailableError
+from .engine_pool import EnginePool
 from .metrics.request_record import RequestRecord
 
 
 async def generate(
-    client: EngineClient,
+    client: EnginePool,
     request: EngineRequest,
     new_detokenizer: Callable[[], Detokenizer],
     stop_strings: Sequence[str],

@@ -8,13 +8,24 @@ import sys
 import msgspec
 
 DEFAULT_MAX_BODY_BYTES = 32 << 20
+DEFAULT_DRAIN_TIMEOUT_S = 5.0
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where an engine is; over `tcp://`, `key_file` holds the public key it must prove to have."""
+
+    endpoint: str
+    key_file: str | None = None
 
 
 class HttpConfig(msgspec.Struct, kw_only=True, frozen=True):
     """Settings of the HTTP process.
 
     Args:
-        endpoint: the engine's.
+        engines: those to use, all of one model.
+        engine_model_names: what they may call that model; empty: whatever the first to answer calls it.
+        curve_key_file: this frontend's secret key, for engines that are reached over `tcp://`.
+        insecure: `tcp://` without keys.
         model_dir: a local transformers directory (what `resolve_model` returns).
         model_names: what clients may call the model; the first is its own name.
         port: 0 takes a free one; the line printed when all is ready says which.
@@ -23,14 +34,17 @@ class HttpConfig(msgspec.Struct, kw_only=True, frozen=True):
         drain_timeout_s: time that running requests have to end when the process is told to.
     """
 
-    endpoint: str
+    engines: tuple[EngineAddress, ...]
     model_dir: str
     model_names: tuple[str, ...]
+    engine_model_names: tuple[str, ...] = ()
+    curve_key_file: str | None = None
+    insecure: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     num_prompt_threads: int = 2
-    drain_timeout_s: float = 5.0
+    drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -31,7 +31,7 @@ from .api_key import take_api_keys
 from .app import create_app
 from .detokenizer import detokenizer_factory, token_bytes_of
 from .drain import DrainingServer
-from .engine_client import EngineClient
+from .engine_pool import EnginePool, open_engines
 from .http_config import HttpConfig, listen
 from .metrics import Metrics
 
@@ -42,13 +42,17 @@ _KEEP_ALIVE_S = 75
 
 
 async def serve(
-    config: HttpConfig, tokenizer: ModelTokenizer, listener: socket.socket, api_keys: Sequence[str]
+    config: HttpConfig,
+    tokenizer: ModelTokenizer,
+    client: EnginePool,
+    listener: socket.socket,
+    api_keys: Sequence[str],
 ) -> None:
     """Answer requests on `listener` until SIGTERM or SIGINT; then give running ones `drain_timeout_s` to end.
 
-    Those that take longer end with an error that says so. With `api_keys`, clients must send one of them.
+    Those that take longer end with an error that says so. `client` is started, and closed at the end. With `api_keys`,
+    clients must send one of them.
     """
-    client = EngineClient(config.endpoint, name="http")
     prompts = PromptProcessor(tokenizer, num_threads=config.num_prompt_threads)
     serving = Serving(
         client=client,
@@ -56,7 +60,7 @@ async def serve(
         new_detokenizer=detokenizer_factory(tokenizer.backend),
         token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(config.model_names, int(time.time())),
-        metrics=Metrics([client], config.model_names[0]),
+        metrics=Metrics(client.engines, config.model_names[0]),
     )
 
     async def end_requests() -> None:
@@ -92,9 +96,9 @@ async def serve(
         prompts.close()
 
 
-async def _announce(client: EngineClient, server: uvicorn.Server, tokenizer: ModelTokenizer, url: str) -> None:
+async def _announce(client: EnginePool, server: uvicorn.Server, tokenizer: ModelTokenizer, url: str) -> None:
     """Once, when a request would be answered: say so, with a line to paste."""
-    await client.wait_ready(None)
+    await client.wait_ready()
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.05)
     logger.info("http_ready url=%s", url)
@@ -136,10 +140,13 @@ def main() -> int:
         api_keys = take_api_keys()
         listener = listen(config.host, config.port)
         tokenizer = load_tokenizer(Path(config.model_dir))
+        client = open_engines(config)
     except (ValueError, OSError, TokenizerLoadError) as error:
         logger.error("http_start_failed reason=%r", str(error))
         return STARTUP_FAILURE_EXIT_CODE
-    uvloop.run(serve(config, tokenizer, listener, api_keys))
+    if config.insecure:
+        logger.warning("engines_insecure endpoints=%s", ",".join(engine.endpoint for engine in config.engines))
+    uvloop.run(serve(config, tokenizer, client, listener, api_keys))
     logger.info("http_stopped")
     return 0
 

@@ -19,10 +19,14 @@ from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from engine_core import EngineConfig
+from ipc.curve import EngineKeys, FrontendKeys, check_security
+from ipc.endpoints import check_endpoint, local_endpoint
+from ipc.key_files import load_key_pair, load_public_keys
 from ipc.process import STARTUP_FAILURE_EXIT_CODE, SUPERVISED_ENV
 
 from .engine_client import EngineClient
@@ -34,14 +38,18 @@ _WATCH_INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A process to keep running. `engine_endpoint`: where its heartbeat is to be found, if it is an engine.
+    """A process to keep running.
 
-    `environment` is added to this process's own. Unlike arguments, others cannot see it: the place for secrets.
+    `engine_endpoint`: where its heartbeat is to be found, if it is an engine; over `tcp://` with `engine_keys`, or
+    `insecure`. `environment` is added to this process's own. Unlike arguments, others cannot see it: the place for
+    secrets.
     """
 
     name: str
     argv: Sequence[str]
     engine_endpoint: str | None = None
+    engine_keys: FrontendKeys | None = None
+    insecure: bool = False
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -51,7 +59,8 @@ class SupervisionPolicy:
 
     At most `max_restarts` of one child within `restart_window_s`, the first after `min_delay_s`, each further one after
     twice the delay. An engine that was ready and then is not for `stuck_timeout_s`, though its process lives, is
-    killed. A child has `stop_timeout_s` to follow a SIGTERM.
+    killed. A child has `stop_timeout_s` to follow a SIGTERM; after a second signal to the supervisor, a SIGINT and
+    `hurry_timeout_s`.
     """
 
     max_restarts: int = 5
@@ -60,13 +69,44 @@ class SupervisionPolicy:
     max_delay_s: float = 10.0
     stuck_timeout_s: float = 30.0
     stop_timeout_s: float = 10.0
+    hurry_timeout_s: float = 1.0
 
 
-def engine_child(config: EngineConfig, endpoint: str) -> ChildSpec:
-    """The engine process for `config`, listening at `endpoint`."""
+@dataclass(frozen=True, slots=True)
+class EngineKeyFiles:
+    """`key`: the engine's secret key; `authorized`: public keys of frontends, a file or a directory."""
+
+    key: Path
+    authorized: Path
+
+    def load(self) -> EngineKeys:
+        """Raises KeyFileError, also if the authorized keys cannot be read."""
+        load_public_keys(self.authorized)
+        return EngineKeys(load_key_pair(self.key), self.authorized)
+
+
+def engine_child(
+    config: EngineConfig,
+    endpoint: str,
+    *,
+    key_files: EngineKeyFiles | None = None,
+    insecure: bool = False,
+    drain_timeout_s: float = 0.0,
+) -> ChildSpec:
+    """The engine process for `config`, listening at `endpoint`.
+
+    Raises KeyFileError, and ValueError if the endpoint is none, or not protected.
+    """
+    check_endpoint(endpoint)
+    check_security(endpoint, has_keys=key_files is not None, insecure=insecure)
     config_json = msgspec.json.encode(config).decode()
     argv = [sys.executable, "-m", "engine_core.server", "--endpoint", endpoint, "--config", config_json]
-    return ChildSpec("engine", argv, endpoint)
+    argv += ["--drain-timeout-s", str(drain_timeout_s), *["--insecure"] * insecure]
+    keys = None
+    if key_files is not None:
+        argv += ["--curve-key", str(key_files.key), "--curve-authorized", str(key_files.authorized)]
+        keys = key_files.load().as_frontend()
+    return ChildSpec("engine", argv, local_endpoint(endpoint), keys, insecure)
 
 
 def supervise(children: Sequence[ChildSpec], policy: SupervisionPolicy | None = None) -> int:
@@ -74,7 +114,7 @@ def supervise(children: Sequence[ChildSpec], policy: SupervisionPolicy | None = 
 
     0: stopped as asked. 78: a child could not start as configured (it exited with 78, or is an engine that was never
     ready); it said why on its own stderr. 1: a child died too often. In the last two cases the others are stopped.
-    A second signal kills what is still running.
+    A second signal lets nobody finish what is still running.
     """
     return asyncio.run(_Supervisor(children, policy or SupervisionPolicy()).run())
 
@@ -113,7 +153,9 @@ class _Supervisor:
         """Keep one child running. Returns the supervisor's exit code when that is no use any more."""
         client = None
         if child.engine_endpoint is not None:
-            client = EngineClient(child.engine_endpoint, name="supervisor", quiet=True)
+            client = EngineClient(
+                child.engine_endpoint, name="supervisor", keys=child.engine_keys, insecure=child.insecure, quiet=True
+            )
         try:
             if client is not None:
                 await client.start()
@@ -175,7 +217,7 @@ class _Supervisor:
         silent_s = 0.0
         while process.returncode is None:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            if client.state == "ready":
+            if client.is_connected:
                 was_ready, silent_s = True, 0.0
             elif was_ready:
                 # Turns are counted, not clock time: a supervisor that was stopped itself must not blame the engine.
@@ -195,6 +237,10 @@ class _Supervisor:
         hurried = asyncio.create_task(self._hurry.wait())
         await asyncio.wait([exited, hurried], timeout=self._policy.stop_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
+        if not exited.done() and self._hurry.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+            await asyncio.wait([exited], timeout=self._policy.hurry_timeout_s)
         if not exited.done():
             logger.warning("child_killed name=%s child_pid=%d", name, process.pid)
             with contextlib.suppress(ProcessLookupError):

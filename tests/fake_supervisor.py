@@ -9,8 +9,10 @@ import argparse
 import logging
 import signal
 import sys
+from pathlib import Path
 
-from frontend.launch import ChildSpec, SupervisionPolicy, supervise
+from frontend.launch import ChildSpec, EngineKeyFiles, SupervisionPolicy, supervise
+from ipc.endpoints import local_endpoint
 from ipc.process import exit_with_supervisor
 
 POLICY = SupervisionPolicy(
@@ -31,15 +33,22 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("endpoint")
     parser.add_argument("--engine-fails", action="store_true")
+    parser.add_argument("--keys", type=Path, help="directory of `foreword keys`, for a tcp:// endpoint")
     parser.add_argument("--frontend", action="store_true", help="be the frontend child")
     arguments = parser.parse_args()
     if arguments.frontend:
         idle_frontend()
     # DEBUG: tests wait for what its own engine client sees.
     logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(message)s")
-    engine = [sys.executable, "-m", "tests.fake_engine", arguments.endpoint, *["--fail"] * arguments.engine_fails]
+    engine = [sys.executable, "-m", "tests.fake_engine", arguments.endpoint, "--drain-timeout-s", "60"]
+    engine += ["--fail"] * arguments.engine_fails
     frontend = [sys.executable, "-m", "tests.fake_supervisor", arguments.endpoint, "--frontend"]
-    children = [ChildSpec("engine", engine, arguments.endpoint), ChildSpec("http", frontend)]
+    keys = None
+    if arguments.keys is not None:
+        files = EngineKeyFiles(arguments.keys / "engine.key", arguments.keys / "client.pub")
+        engine += ["--curve-key", str(files.key), "--curve-authorized", str(files.authorized)]
+        keys = files.load().as_frontend()
+    children = [ChildSpec("engine", engine, local_endpoint(arguments.endpoint), keys), ChildSpec("http", frontend)]
     return supervise(children, POLICY)
 
 

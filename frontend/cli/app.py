@@ -8,13 +8,14 @@ import typer
 
 from frontend.version import foreword_version
 
-from . import bench, chat, serve
+from . import bench, chat, engine, keys, serve
 from .help import PanelledCommand, PanelledGroup
 
 EXAMPLES = """
 foreword serve                    serve the built-in model
 foreword chat                     talk to it, in another terminal
 foreword bench --quick            measure it
+foreword engine --help            run an engine alone, for frontends elsewhere
 foreword serve --help             all settings of a command
 """
 
@@ -30,6 +31,8 @@ app = typer.Typer(
 app.command(cls=PanelledCommand, epilog=serve.EXAMPLES)(serve.serve)
 app.command(cls=PanelledCommand, epilog=chat.EXAMPLES)(chat.chat)
 app.command(cls=PanelledCommand, epilog=bench.EXAMPLES)(bench.bench)
+app.command(cls=PanelledCommand, epilog=engine.EXAMPLES)(engine.engine)
+app.command(cls=PanelledCommand, epilog=keys.EXAMPLES)(keys.keys)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _ENGINE = EngineConfig()
 _MODEL, _MEMORY, _SCHEDULER, _CACHE = "Model", "KV cache memory", "Scheduler", "Prefix cache"
+_ADMISSION = "Admission"
 
 
 def _engine_options(
@@ -34,7 +35,14 @@ def _engine_options(
         int | None,
         option(_MODEL, "Most tokens of one request, prompt and output. Default: what the model was made for.", min=2),
     ] = None,
-    num_threads: Annotated[int | None, option(_MODEL, "CPU threads for the model.", min=1)] = None,
+    num_threads: Annotated[
+        int | None,
+        option(
+            _MODEL,
+            "CPU threads for the model. Default: the physical cores this process may use, or OMP_NUM_THREADS.",
+            min=1,
+        ),
+    ] = None,
     merge_projections: Annotated[
         bool, option(_MODEL, "On a CPU, compute linear layers that read the same tensor as one.")
     ] = _ENGINE.merge_projections,
@@ -79,6 +87,17 @@ def _engine_options(
     watermark: Annotated[
         float, option(_SCHEDULER, "Share of the pool kept free at admission.", min=0.0, max=0.99)
     ] = _ENGINE.watermark,
+    max_num_queued_requests: Annotated[
+        int | None,
+        option(
+            _ADMISSION,
+            "Most requests that may wait while no seat (--max-num-seqs) is free; others get 503. Default: no limit.",
+            min=0,
+        ),
+    ] = None,
+    max_num_queued_tokens: Annotated[
+        int | None, option(_ADMISSION, "The same for the prompt tokens of those that wait.", min=0)
+    ] = None,
     enable_prefix_caching: Annotated[
         bool, option(_CACHE, "Share the KV cache of equal prefixes between requests.")
     ] = _ENGINE.enable_prefix_caching,

@@ -15,7 +15,16 @@ from typer.core import TyperCommand, TyperGroup
 _MAX_WIDTH_COLUMNS = 100
 _INDENT_COLUMNS = 4
 
-_PLACEHOLDERS = {"int": "N", "int range": "N", "float": "X", "float range": "X", "str": "TEXT", "list[str]": "TEXT"}
+_PLACEHOLDERS = {
+    "int": "N",
+    "int range": "N",
+    "float": "X",
+    "float range": "X",
+    "str": "TEXT",
+    "list[str]": "TEXT",
+    "path": "PATH",
+    "list[Path]": "PATH",
+}
 
 
 class PanelledCommand(TyperCommand):

@@ -1,34 +1,42 @@
-"""`foreword serve [MODEL]`: an engine and a frontend, kept running."""
+"""`foreword serve [MODEL]`: an engine and a frontend, kept running; with `--engine`, a frontend alone."""
 
 from __future__ import annotations
 
 import shutil
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from engine_core import EngineConfig, ModelNotFoundError, ResolvedModel, resolve_model
+from engine_core import EngineConfig
 from frontend.api_key import API_KEY_ENV, api_key_environment, check_api_key, take_api_keys
-from frontend.http_config import DEFAULT_MAX_BODY_BYTES, HttpConfig, child_argv, listen
+from frontend.http_config import (
+    DEFAULT_DRAIN_TIMEOUT_S,
+    DEFAULT_MAX_BODY_BYTES,
+    EngineAddress,
+    HttpConfig,
+    child_argv,
+    listen,
+)
 from frontend.launch import ChildSpec, engine_child, supervise
 from ipc.sockets import make_private_directory
 
+from .attach import engine_addresses, refuse_attached_only, refuse_engine_options
 from .engine_options import takes_engine_options
-from .log_options import LogFormatOption, LogLevelOption, log_as
+from .log_options import LogFormatOption, LogLevelOption
 from .options import fail, option, size
+from .start import begin, find_model, own_names, patience
 
-_HTTP = "HTTP"
+_HTTP, _ENGINES = "HTTP", "Engines elsewhere"
 
 EXAMPLES = """
 foreword serve
 foreword serve path/to/model --max-model-len 4096
 foreword serve model.gguf --port 9000 --kv-cache-memory-bytes 2GiB
 foreword serve path/to/model --served-model-name mine --dtype float32
+foreword serve path/to/model --engine ipc:///run/foreword/engine
 """
 
 
@@ -48,6 +56,7 @@ def _check_api_keys(keys: list[str] | None) -> list[str] | None:
 @takes_engine_options
 def serve(
     *,
+    context: typer.Context,
     engine_settings: dict[str, Any],
     model: Annotated[
         str,
@@ -81,76 +90,82 @@ def serve(
     ] = None,
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "info",
+    drain_timeout: Annotated[
+        float,
+        option(_HTTP, "Seconds that running requests have to end at SIGTERM; a second signal ends them.", min=0),
+    ] = DEFAULT_DRAIN_TIMEOUT_S,
+    engine: Annotated[
+        list[str] | None,
+        option(
+            _ENGINES,
+            "Endpoint of a running `foreword engine` of the same MODEL: use it and start none. Repeat for several.",
+        ),
+    ] = None,
+    curve_key: Annotated[
+        Path | None, option(_ENGINES, "File with this frontend's secret key, for engines at tcp://.")
+    ] = None,
+    curve_engine_key: Annotated[
+        list[Path] | None,
+        option(
+            _ENGINES,
+            "File with the public key of the engines at tcp://; or one for each of them, in their order.",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, option(_ENGINES, "Talk to engines at tcp:// without keys: whoever is in between reads all.", "--insecure")
+    ] = False,
 ) -> None:
     """Serve MODEL at http://127.0.0.1:8000 until Ctrl-C.
 
-    Without MODEL, the built-in SmolLM2-135M-Instruct is served.
+    Without MODEL, the built-in SmolLM2-135M-Instruct is served. With --engine, no engine is started.
     """
-    http_settings = {
-        "host": host,
-        "port": port,
-        "max_body_bytes": max_body_bytes,
-        "num_prompt_threads": num_prompt_threads,
-    }
-    log_as("serve", log_format, log_level)
+    begin("serve", log_format, log_level)
     try:
         keys_in_environment = take_api_keys()
     except ValueError as error:
         fail(f"{API_KEY_ENV}: {error}")
     _check_listenable(host, port)
-    _exit_on_signals()
-    try:
-        resolved = resolve_model(model)
-    except ModelNotFoundError as error:
-        fail(str(error))
-    names = tuple(served_model_name or _own_names(model, resolved))
+    if engine:
+        refuse_engine_options(context, engine_settings)
+        addresses = engine_addresses(engine, curve_key, curve_engine_key or [], insecure=insecure)
+    else:
+        refuse_attached_only(curve_key=curve_key, curve_engine_key=curve_engine_key, insecure=insecure)
+        addresses = ()
+    resolved = find_model(model)
+    names = tuple(served_model_name or own_names(model, resolved))
+    config = HttpConfig(
+        engines=addresses,
+        engine_model_names=tuple(dict.fromkeys((resolved.name, *names))),
+        curve_key_file=None if curve_key is None else str(curve_key.absolute()),
+        insecure=insecure,
+        model_dir=str(resolved.path),
+        model_names=names,
+        host=host,
+        port=port,
+        max_body_bytes=max_body_bytes,
+        num_prompt_threads=num_prompt_threads,
+        drain_timeout_s=drain_timeout,
+    )
+    api_keys = api_key or keys_in_environment
+    if addresses:
+        raise typer.Exit(supervise([_http_child(config, api_keys)], patience(drain_timeout)))
     engine_config = EngineConfig(**engine_settings | {"model": str(resolved.path), "model_name": names[0]})
+    raise typer.Exit(_serve_with_engine(engine_config, config, api_keys))
+
+
+def _serve_with_engine(engine_config: EngineConfig, config: HttpConfig, api_keys: Sequence[str]) -> int:
     sockets = make_private_directory()
+    endpoint = f"ipc://{sockets}/engine"
+    http = _http_child(msgspec.structs.replace(config, engines=(EngineAddress(endpoint),)), api_keys)
     try:
-        exit_code = _serve(
-            engine_config,
-            sockets,
-            model_names=names,
-            http_settings=http_settings,
-            api_keys=api_key or keys_in_environment,
-        )
+        # The frontend is stopped first. Once it has let its requests end, the engine has none left.
+        return supervise([engine_child(engine_config, endpoint), http], patience(config.drain_timeout_s))
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
-    raise typer.Exit(exit_code)
 
 
-def _serve(
-    engine_config: EngineConfig,
-    sockets: Path,
-    *,
-    model_names: tuple[str, ...],
-    http_settings: dict[str, Any],
-    api_keys: Sequence[str],
-) -> int:
-    endpoint = f"ipc://{sockets}/engine"
-    http_config = HttpConfig(
-        endpoint=endpoint,
-        model_dir=engine_config.model,
-        model_names=model_names,
-        **http_settings,
-    )
-    http = ChildSpec("http", child_argv(http_config), environment=api_key_environment(api_keys))
-    return supervise([engine_child(engine_config, endpoint), http])
-
-
-def _own_names(model: str, resolved: ResolvedModel) -> tuple[str, ...]:
-    """The model's name, and what it was asked for by, unless that is merely where its file lies."""
-    return (resolved.name,) if Path(model).expanduser().is_file() else tuple(dict.fromkeys((resolved.name, model)))
-
-
-def _exit_on_signals() -> None:
-    """Until the supervisor has handlers of its own, let a signal unwind the stack, so that what was begun is undone."""
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
+def _http_child(config: HttpConfig, api_keys: Sequence[str]) -> ChildSpec:
+    return ChildSpec("http", child_argv(config), environment=api_key_environment(api_keys))
 
 
 def _check_listenable(host: str, port: int) -> None:

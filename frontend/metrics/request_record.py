@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from frontend.engine_client import RequestStream
+from frontend.engine_pool import PooledStream
 from ipc.messages import EngineRequest, RequestOutput, RequestTiming
 
 from .families import EngineFamilies, RequestFamilies
@@ -32,7 +33,7 @@ class RequestRecord:
         self._families = families
         self._request = request
         self._received_s = received_s
-        self._stream: RequestStream | None = None
+        self._stream: RequestStream | PooledStream | None = None
         self._first_arrival_s: float | None = None
         # By continuation.
         self._last_arrivals_s: dict[int, float] = {}
@@ -42,7 +43,7 @@ class RequestRecord:
         self._num_finished = 0
         self._finish_reason: FinishedReason | None = None
 
-    def follow(self, stream: RequestStream) -> None:
+    def follow(self, stream: RequestStream | PooledStream) -> None:
         """The request is on its way."""
         self._stream = stream
         stream.on_arrival = self._arrived

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from frontend.errors import ApiError, internal_error, invalid_request, overloaded, shutting_down, unavailable
+from frontend.metrics.families import REJECTION_REASONS
 from frontend.prompt.errors import PromptError, PromptTooLongError
 from ipc.messages import EngineCapabilities, RequestError
 
@@ -24,6 +26,8 @@ def client_errors(serving: Serving, request: ChatCompletionRequest | CompletionR
     except EngineUnavailableError as error:
         raise (shutting_down() if serving.is_shutting_down else unavailable(str(error))) from error
     except RequestRefusedError as error:
+        if error.error.reason in REJECTION_REASONS:
+            serving.metrics.requests.reject(error.error.reason)
         raise _refused(error.error, request, prompt_field) from error
 
 
@@ -50,8 +54,10 @@ def context_limit(capabilities: EngineCapabilities) -> str:
 
 
 def _refused(error: RequestError, request: ChatCompletionRequest | CompletionRequest, prompt_field: str) -> ApiError:
+    if error.reason == "draining":
+        return unavailable(error.message)
     if error.code == "overloaded":
-        return overloaded(error.message)
+        return overloaded(error.message, math.ceil(error.retry_after_s or 1))
     if error.code == "internal":
         return internal_error(error.message)
     fields = {

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from frontend.detokenizer import Detokenizer
-from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError
+from frontend.engine_pool import EnginePool, reason_for_clients
 from frontend.errors import ApiError
-from frontend.health import down_reason
 from frontend.metrics import Metrics
 from frontend.prompt.processor import PromptProcessor
 from ipc.messages import EngineCapabilities
@@ -45,7 +44,7 @@ class Serving:
     `is_shutting_down`: what fails from now on fails because of that.
     """
 
-    client: EngineClient
+    client: EnginePool
     prompts: PromptProcessor
     new_detokenizer: Callable[[], Detokenizer]
     token_bytes: Callable[[int], bytes]
@@ -54,7 +53,7 @@ class Serving:
     is_shutting_down: bool = False
 
     def capabilities(self) -> EngineCapabilities:
-        """Of the engine that is there now. Raises EngineUnavailableError if none is."""
+        """Of the engine that is there now and takes the longest requests. Raises EngineUnavailableError if none is."""
         if self.client.state != "ready" or self.client.capabilities is None:
-            raise EngineUnavailableError(down_reason(self.client))
+            raise EngineUnavailableError(reason_for_clients(self.client))
         return self.client.capabilities

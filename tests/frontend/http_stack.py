@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend.http_config import HttpConfig, child_argv
+from frontend.http_config import EngineAddress, HttpConfig, child_argv
 from tests.wire_peers import ROOT, private_endpoint, wait_until
 
 MODEL_NAME = "tiny"
@@ -93,7 +93,9 @@ def http_stack(
 ) -> Iterator[Stack]:
     """Yields when requests are answered. `settings` go to `HttpConfig`; the log is JSON."""
     endpoint = private_endpoint(directory)
-    config = HttpConfig(endpoint=endpoint, model_dir=str(model_dir), model_names=(MODEL_NAME,), port=0, **settings)
+    config = HttpConfig(
+        engines=(EngineAddress(endpoint),), model_dir=str(model_dir), model_names=(MODEL_NAME,), port=0, **settings
+    )
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             child_argv(config),

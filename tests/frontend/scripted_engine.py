@@ -44,6 +44,8 @@ class ScriptedEngine:
             cache_namespace="00",
         )
         self.num_in_flight = 0
+        self.num_other_requests = 0
+        self.engines = [self]
         self.index = 0
         self.num_restarts = 0
         self.drops = Drops()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from frontend.api_key import API_KEY_ENV, api_key_environment, check_api_key, take_api_keys
-from frontend.http_config import HttpConfig, child_argv
+from frontend.http_config import EngineAddress, HttpConfig, child_argv
 from frontend.prompt.tokenizer import ModelTokenizer
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import ScriptedEngine, says
@@ -120,7 +120,10 @@ def test_a_supervisor_hands_keys_to_the_http_process_only_and_never_shows_them(
     tmp_path: Path, chat_model_dir: Path
 ) -> None:
     config = HttpConfig(
-        endpoint=private_endpoint(tmp_path), model_dir=str(chat_model_dir), model_names=("tiny",), port=0
+        engines=(EngineAddress(private_endpoint(tmp_path)),),
+        model_dir=str(chat_model_dir),
+        model_names=("tiny",),
+        port=0,
     )
     code = f"""
 import sys

@@ -20,8 +20,8 @@ from engine_core import EngineConfig, ResolvedModel
 from frontend.api_key import API_KEY_ENV
 from frontend.cli import USER_ERROR_EXIT_CODE
 from frontend.cli.app import app
-from frontend.cli.serve import _own_names
 from frontend.cli.server_options import DEFAULT_URL, fail_without_server
+from frontend.cli.start import own_names
 from frontend.http_config import listen
 from frontend.sizes import parse_size
 from frontend.version import foreword_version
@@ -55,7 +55,7 @@ def test_help_names_every_setting_of_the_engine_in_a_narrow_terminal() -> None:
     settings = set(EngineConfig.__struct_fields__) - {"model", "model_name"}
     assert {"--" + name.replace("_", "-") for name in settings} <= flags
     assert {"--host", "--port", "--served-model-name", "--api-key", "--log-format", "--log-level"} <= flags
-    for panel in ("HTTP", "Log", "Model", "KV cache memory", "Scheduler", "Prefix cache"):
+    for panel in ("HTTP", "Log", "Model", "KV cache memory", "Scheduler", "Admission", "Prefix cache"):
         assert f"─ {panel} ─" in result.stdout
 
 
@@ -106,7 +106,7 @@ def test_the_completion_script_of_each_shell(shell: str, registers: str) -> None
     ("typed", "offered"),
     [
         ("foreword ", set(COMMANDS)),
-        ("foreword serve --max-n", {"--max-num-seqs", "--max-num-batched-tokens"}),
+        ("foreword serve --max-num-q", {"--max-num-queued-requests", "--max-num-queued-tokens"}),
         ("foreword serve --dtype b", {"bfloat16"}),
         ("foreword chat --te", {"--temperature"}),
         ("foreword bench --q", {"--quick"}),
@@ -204,12 +204,12 @@ def test_a_cache_directory_that_cannot_be_made(tmp_path: Path) -> None:
 def test_what_a_model_is_called(tmp_path: Path) -> None:
     weights = tmp_path / "some.Q4.gguf"
     weights.touch()
-    assert _own_names(str(weights), ResolvedModel(tmp_path, "some.Q4")) == ("some.Q4",)
-    assert _own_names("SmolLM2-135M-Instruct", ResolvedModel(tmp_path, "smollm2")) == (
+    assert own_names(str(weights), ResolvedModel(tmp_path, "some.Q4")) == ("some.Q4",)
+    assert own_names("SmolLM2-135M-Instruct", ResolvedModel(tmp_path, "smollm2")) == (
         "smollm2",
         "SmolLM2-135M-Instruct",
     )
-    assert _own_names("owner/name", ResolvedModel(tmp_path, "owner/name")) == ("owner/name",)
+    assert own_names("owner/name", ResolvedModel(tmp_path, "owner/name")) == ("owner/name",)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -267,10 +267,12 @@ print(sys.modules["torch"], len(tokenizer.encode("one two", add_special_tokens=F
 
 
 def test_a_model_directory_without_tokenizer_is_a_start_up_failure(tmp_path: Path) -> None:
-    from frontend.http_config import HttpConfig, child_argv
+    from frontend.http_config import EngineAddress, HttpConfig, child_argv
     from ipc.process import STARTUP_FAILURE_EXIT_CODE
 
-    config = HttpConfig(endpoint="ipc:///tmp/unused", model_dir=str(tmp_path), model_names=("x",), port=0)
+    config = HttpConfig(
+        engines=(EngineAddress("ipc:///tmp/unused"),), model_dir=str(tmp_path), model_names=("x",), port=0
+    )
     assert msgspec.json.decode(child_argv(config)[-1], type=HttpConfig) == config
     result = subprocess.run(child_argv(config), capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == STARTUP_FAILURE_EXIT_CODE

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,35 +16,24 @@ import httpx
 import msgspec
 import pytest
 
-from frontend.http_config import HttpConfig, child_argv
+from frontend.http_config import EngineAddress, HttpConfig
+from tests.http_peers import http_process
 from tests.wire_peers import ROOT, private_endpoint, start_engine
 
-# `EngineClient.start` comes before uvicorn listens to signals.
+# `EnginePool.start` comes before uvicorn listens to signals.
 _TOLD_EARLY = """
 import os, signal, sys
 import frontend.http_process as http_process
 
-class ToldEarly(http_process.EngineClient):
-    async def start(self):
-        await super().start()
-        os.kill(os.getpid(), signal.SIGTERM)
+start = http_process.EnginePool.start
 
-http_process.EngineClient = ToldEarly
+async def start_and_be_told(self):
+    await start(self)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+http_process.EnginePool.start = start_and_be_told
 sys.exit(http_process.main())
 """
-
-
-@contextmanager
-def http_process(config: HttpConfig) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yields the process and its URL, once there is an engine."""
-    process = subprocess.Popen(child_argv(config), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process:
-        try:
-            assert process.stdout is not None
-            urls = (re.match(r"curl (http://[^/]+)/v1/", line) for line in process.stdout)
-            yield process, next(url[1] for url in urls if url)
-        finally:
-            process.kill()
 
 
 @pytest.fixture
@@ -68,7 +55,11 @@ async def test_requests_that_take_too_long_are_told_and_end_properly(
     engine: str, chat_model_dir: Path, number: signal.Signals
 ) -> None:
     config = HttpConfig(
-        endpoint=engine, model_dir=str(chat_model_dir), model_names=("tiny",), port=0, drain_timeout_s=0.5
+        engines=(EngineAddress(engine),),
+        model_dir=str(chat_model_dir),
+        model_names=("tiny",),
+        port=0,
+        drain_timeout_s=0.5,
     )
     with http_process(config) as (process, url):
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
@@ -99,7 +90,7 @@ async def test_requests_that_take_too_long_are_told_and_end_properly(
 
 
 async def test_requests_that_end_in_time_are_not_disturbed(engine: str, chat_model_dir: Path) -> None:
-    config = HttpConfig(endpoint=engine, model_dir=str(chat_model_dir), model_names=("tiny",), port=0)
+    config = HttpConfig(engines=(EngineAddress(engine),), model_dir=str(chat_model_dir), model_names=("tiny",), port=0)
     with http_process(config) as (process, url):
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
             async with http.stream(
@@ -117,7 +108,11 @@ async def test_requests_that_end_in_time_are_not_disturbed(engine: str, chat_mod
 
 def test_a_client_that_takes_no_end_is_cut_off(engine: str, chat_model_dir: Path) -> None:
     config = HttpConfig(
-        endpoint=engine, model_dir=str(chat_model_dir), model_names=("tiny",), port=0, drain_timeout_s=0.1
+        engines=(EngineAddress(engine),),
+        model_dir=str(chat_model_dir),
+        model_names=("tiny",),
+        port=0,
+        drain_timeout_s=0.1,
     )
     with http_process(config) as (process, url):
         address = urlsplit(url)
@@ -134,7 +129,10 @@ def test_a_client_that_takes_no_end_is_cut_off(engine: str, chat_model_dir: Path
 
 def test_a_signal_before_uvicorn_listens_to_it_is_not_lost(tmp_path: Path, chat_model_dir: Path) -> None:
     config = HttpConfig(
-        endpoint=private_endpoint(tmp_path), model_dir=str(chat_model_dir), model_names=("tiny",), port=0
+        engines=(EngineAddress(private_endpoint(tmp_path)),),
+        model_dir=str(chat_model_dir),
+        model_names=("tiny",),
+        port=0,
     )
     argv = [sys.executable, "-c", _TOLD_EARLY, "--config", msgspec.json.encode(config).decode()]
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

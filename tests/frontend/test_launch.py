@@ -17,19 +17,23 @@ import pytest
 
 from engine_core import EngineConfig
 from frontend.engine_client import EngineClient
-from frontend.launch import engine_child
+from frontend.launch import EngineKeyFiles, engine_child
+from ipc.curve import FrontendKeys
+from ipc.endpoints import local_endpoint, socket_path
+from ipc.key_files import load_key_pair, load_public_key, write_key_set
 from ipc.process import STARTUP_FAILURE_EXIT_CODE
-from ipc.sockets import socket_path
 from tests.fake_runner import continuation
-from tests.wire_peers import ROOT, private_endpoint, request, wait_until
+from tests.fake_supervisor import POLICY
+from tests.wire_peers import ROOT, free_tcp_endpoint, private_endpoint, request, wait_until
 
 
 class Supervised:
     """A supervisor process, seen through its log."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, endpoint: str | None = None) -> None:
         (directory / "s").mkdir()
-        self.endpoint = private_endpoint(directory / "s")
+        self.endpoint = endpoint or private_endpoint(directory / "s")
+        self.keys: FrontendKeys | None = None
         self._log = directory / "log"
         with self._log.open("wb") as log:
             argv = [sys.executable, "-m", "tests.fake_supervisor", self.endpoint, *options]
@@ -54,7 +58,7 @@ class Supervised:
         return asyncio.run(self._generate())
 
     async def _generate(self) -> list[int]:
-        client = EngineClient(self.endpoint)
+        client = EngineClient(local_endpoint(self.endpoint), keys=self.keys)
         await client.start()
         await client.wait_ready(20)
         async with client.submit(request("r", [5], 10)) as stream:
@@ -91,6 +95,22 @@ def test_a_killed_engine_is_replaced_and_the_frontend_stays(supervised: Supervis
     assert "child_exited name=engine" in supervised.log and "status=SIGKILL" in supervised.log
 
 
+def test_an_engine_over_tcp_with_keys_is_watched_and_replaced(tmp_path: Path) -> None:
+    key_dir = tmp_path / "keys"
+    write_key_set(key_dir)
+    endpoint = free_tcp_endpoint().replace("127.0.0.1", "*")
+    supervised = Supervised(tmp_path, "--keys", str(key_dir), endpoint=endpoint)
+    supervised.keys = FrontendKeys(load_key_pair(key_dir / "client.key"), load_public_key(key_dir / "engine.pub"))
+    try:
+        supervised.wait_serving()
+        assert supervised.generate() == continuation([5], 10)
+        os.kill(supervised.pids("engine")[0], signal.SIGKILL)
+        supervised.wait_serving(num_engines=2)
+        assert supervised.generate() == continuation([5], 10)
+    finally:
+        supervised.clean_up()
+
+
 def test_a_killed_frontend_is_replaced_and_the_engine_stays(supervised: Supervised) -> None:
     os.kill(supervised.pids("http")[0], signal.SIGKILL)
     supervised.wait_for("child_started name=http", 2)
@@ -103,6 +123,25 @@ def test_a_stuck_engine_is_killed_and_replaced(supervised: Supervised) -> None:
     supervised.wait_for("child_stuck name=engine")
     supervised.wait_serving(num_engines=2)
     assert supervised.generate() == continuation([5], 10)
+
+
+async def test_an_engine_that_drains_for_long_is_not_stuck(supervised: Supervised) -> None:
+    client = EngineClient(supervised.endpoint)
+    await client.start()
+    await client.wait_ready(20)
+    async with client.submit(request("r", [5], 60_000)) as stream:
+        await anext(stream)
+        # The supervisor has seen it ready.
+        await asyncio.sleep(0.6)
+        os.kill(supervised.pids("engine")[0], signal.SIGTERM)
+        await asyncio.to_thread(supervised.wait_for, "engine_draining endpoint")
+        # Longer than the supervisor is patient with one that is stuck.
+        await asyncio.sleep(1.5 * POLICY.stuck_timeout_s)
+        assert client.state == "draining"
+    # Without its last request it ends, and is replaced.
+    await asyncio.to_thread(supervised.wait_serving, 2)
+    assert "child_stuck" not in supervised.log and "status=0" in supervised.log
+    await client.close()
 
 
 def test_a_child_that_keeps_dying_is_given_up(supervised: Supervised) -> None:
@@ -153,6 +192,16 @@ def test_an_engine_that_cannot_start_is_reported_and_not_tried_again(tmp_path: P
         assert not is_alive(supervised.pids("http")[0])
     finally:
         supervised.clean_up()
+
+
+def test_secrets_are_no_arguments(tmp_path: Path) -> None:
+    write_key_set(tmp_path / "keys")
+    files = EngineKeyFiles(tmp_path / "keys" / "engine.key", tmp_path / "keys" / "client.pub")
+    child = engine_child(EngineConfig(model="m"), "tcp://0.0.0.0:5555", key_files=files, drain_timeout_s=7)
+    assert child.engine_endpoint == "tcp://127.0.0.1:5555"
+    assert str(files.key) in child.argv
+    secret = load_key_pair(files.key).secret.decode()
+    assert secret not in " ".join(child.argv) and secret not in repr(child)
 
 
 def test_the_engine_child_gets_its_whole_configuration(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from frontend.detokenizer import detokenizer_factory
-from frontend.http_config import HttpConfig, child_argv
+from frontend.http_config import EngineAddress, HttpConfig, child_argv
 from frontend.prompt.tokenizer import ModelTokenizer
 from ipc.process import raise_open_files_limit
 from tests.fake_runner import continuation
@@ -61,7 +61,9 @@ def stack(tmp_path: Path, chat_model_dir: Path) -> Iterator[Stack]:
     raise_open_files_limit()
     endpoint = private_endpoint(tmp_path)
     engine = start_engine(endpoint, STEP_S, "--num-blocks", "16384", "--config", json.dumps(ENGINE_CONFIG))
-    config = HttpConfig(endpoint=endpoint, model_dir=str(chat_model_dir), model_names=("tiny",), port=0)
+    config = HttpConfig(
+        engines=(EngineAddress(endpoint),), model_dir=str(chat_model_dir), model_names=("tiny",), port=0
+    )
     try:
         with ExitStack() as processes:
             (first, one), (second, two) = (processes.enter_context(http_process(config)) for _ in range(2))
