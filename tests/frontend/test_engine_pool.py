@@ -234,6 +234,19 @@ async def test_a_wrong_request_is_not_tried_elsewhere(engines: Engines) -> None:
         assert engines.servers[1].engine.stats().steps == 0
 
 
+async def test_one_continuation_can_be_ended(engines: Engines) -> None:
+    engines.start()
+    async with engines.pool() as pool:
+        asked = EngineRequest("r", [5], SamplingParams(temperature=0.0, max_tokens=50, n=2))
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        async with pool.submit(asked) as stream:
+            async for output in stream:
+                tokens[output.index] += output.new_token_ids
+                if len(tokens[0]) >= 3:
+                    stream.abort_continuation(0)
+        assert len(tokens[0]) < 50 and tokens[1] == continuation([5], 50)
+
+
 async def test_closing_moves_nothing(engines: Engines) -> None:
     for _ in range(2):
         engines.start(step_s=0.5)
