@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeAlias
 
 import msgspec
 import zmq
@@ -56,6 +55,7 @@ from ipc.messages import (
 from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
 from ipc.stats import EngineStats, PrefixCacheReset
 
+from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, Stop
 from .errors import InvalidRequestError
 from .frontend_session import FrontendLostError, FrontendSession, send
 from .request import Request
@@ -76,51 +76,17 @@ _MAX_REASON_CHARS = 500
 class LinkSettings:
     """Times and bounds of the wire, and who may use it.
 
-    `max_backlog_messages` is about one message per step and frontend. A `tcp://` endpoint takes `keys`, or `insecure`.
+    In a backlog, outputs of several steps become one message of up to `max_merged_tokens`. A `tcp://` endpoint takes
+    `keys`, or `insecure`.
     """
 
     heartbeat_interval_s: float = 1.0
     frontend_timeout_s: float = 10.0
     queue_messages: int = QUEUE_MESSAGES
     max_backlog_messages: int = 1024
+    max_merged_tokens: int = 4096
     keys: EngineKeys | None = None
     insecure: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    request_ids: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class AbortContinuations:
-    continuations: list[tuple[str, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Reset:
-    """`answer` takes the result, in any thread, and never waits."""
-
-    reset_running_requests: bool
-    answer: Callable[[PrefixCacheReset], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """No `Add` follows."""
-
-
-Command: TypeAlias = Add | Abort | AbortContinuations | Reset | Stop | Drain
 
 
 class FrontendLink:
@@ -437,7 +403,7 @@ class FrontendLink:
             return
         if frontend.identity not in self._frontends:
             return
-        frontend.backlog.append(message)
+        frontend.keep(message, self._settings.max_merged_tokens)
         limit = self._settings.max_backlog_messages
         if len(frontend.backlog) >= limit and frontend.engine_ids:
             own_ids = list(frontend.engine_ids)
@@ -446,7 +412,7 @@ class FrontendLink:
             error = _not_reading(self._settings)
             outputs = [RequestOutput(own_id, [], finish_reason="abort", error=error) for own_id in own_ids]
             for start in range(0, len(outputs), _REFUSALS_PER_MESSAGE):
-                frontend.backlog.append(EngineOutputs(outputs[start : start + _REFUSALS_PER_MESSAGE]))
+                frontend.keep(EngineOutputs(outputs[start : start + _REFUSALS_PER_MESSAGE]), 0)
         elif len(frontend.backlog) > 2 * limit:
             # It sends and sends, and reads nothing: not even refusals can be kept for it.
             self._end(frontend, "overflow")

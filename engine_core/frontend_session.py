@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from ipc.codec import WireError, encode
-from ipc.messages import EngineMessage
+from ipc.messages import EngineMessage, EngineOutputs, RequestOutput
 from ipc.sequence import UNCOUNTED, Verdict, judge
 
 
@@ -35,6 +35,9 @@ class FrontendSession:
     engine_ids: dict[str, str] = field(default_factory=dict)
     backlog: deque[EngineMessage] = field(default_factory=deque)
     _next_sequence: int = 1
+    # Of the outputs that wait last: which can be added to, and what they weigh.
+    _last_outputs: dict[tuple[str, int], RequestOutput] = field(default_factory=dict)
+    _last_weight: int = 0
 
     def judge(self, sequence: int) -> Verdict:
         """Whether the message with this number, just received, is to be taken; the one after it is expected then."""
@@ -42,6 +45,29 @@ class FrontendSession:
         if verdict == "next":
             self.expected += 1
         return verdict
+
+    def keep(self, message: EngineMessage, max_merged_tokens: int) -> None:
+        """Let `message` wait. Outputs join the outputs that wait last, if together they have no more tokens than that.
+
+        So a frontend that reads more slowly than steps are computed gets fewer, larger messages, and keeps up.
+        """
+        if not isinstance(message, EngineOutputs):
+            self.backlog.append(message)
+            return
+        weight = sum(_weight(output) for output in message.outputs)
+        last = self.backlog[-1] if self.backlog else None
+        if not isinstance(last, EngineOutputs) or self._last_weight + weight > max_merged_tokens:
+            self.backlog.append(last := EngineOutputs())
+            self._last_outputs, self._last_weight = {}, 0
+        self._last_weight += weight
+        for output in message.outputs:
+            key = output.request_id, output.index
+            before = self._last_outputs.get(key)
+            if before is not None and before.finish_reason is None:
+                before.absorb(output)
+            else:
+                last.outputs.append(output)
+                self._last_outputs[key] = output
 
     def send(self, router: zmq.Socket[bytes], epoch: int, message: EngineMessage) -> bool:
         """Send `message` with the session's next number, which an attempt without success leaves to the next.
@@ -52,6 +78,12 @@ class FrontendSession:
         if sent:
             self._next_sequence += 1
         return sent
+
+
+def _weight(output: RequestOutput) -> int:
+    """About how many tokens there are in it, those that are only reported included."""
+    reported = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
+    return 1 + len(output.new_token_ids) + sum(1 + len(entry.top) for entry in reported if entry is not None)
 
 
 def send(

@@ -31,9 +31,10 @@ from ipc.messages import EngineOutputs, RequestError, RequestOutput
 from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_open_files_limit
 from ipc.sockets import check_listenable
 
+from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, Stop
 from .config import EngineConfig
 from .errors import EngineOverloadedError, InvalidConfigError
-from .frontend_link import Abort, AbortContinuations, Add, Command, Drain, FrontendLink, LinkSettings, Reset, Stop
+from .frontend_link import FrontendLink, LinkSettings
 from .request import Request
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import zmq
 import zmq.asyncio
@@ -50,6 +49,7 @@ from ipc.stats import PrefixCacheReset
 from .engine_calls import EngineCalls, EngineSnapshot
 from .engine_errors import EngineUnavailableError, RequestRefusedError
 from .engine_session import EngineSession
+from .request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
 
@@ -67,111 +67,6 @@ class _SessionEndedError(Exception):
     def __init__(self, reason: str, *, telling: bool = False) -> None:
         super().__init__(reason)
         self.telling = telling
-
-
-class RequestStream:
-    """The outputs of one request, in order and without gaps. Made by `EngineClient.submit`.
-
-    An async context manager: leaving it aborts the request if it has not finished. An async iterator for one
-    consumer: each item carries at least one new token or the `finish_reason` (`stop`, `length` or `abort`) of one
-    continuation; after the last continuation's end it stops. A slow consumer loses nothing: what arrived meanwhile
-    comes as one item per continuation, the one that has waited longest first. `on_arrival`, if set before anything was
-    awaited, is told each output when it arrives, however slow the consumer is; it must not change it.
-
-    Raises (from iteration, after all tokens that arrived were handed over):
-        EngineUnavailableError: the engine was lost.
-        RequestRefusedError: the engine refused the request, or gave it up.
-    """
-
-    def __init__(self, client: EngineClient, request_id: str, num_continuations: int) -> None:
-        self.request_id = request_id
-        self.on_arrival: Callable[[RequestOutput], None] | None = None
-        self._client = client
-        # Counted here: the engine cannot tell that a request is over whose last continuation was aborted.
-        self._unfinished = set(range(num_continuations))
-        self._pending: dict[int, RequestOutput] = {}
-        self._failure: Exception | None = None
-        self._ended = False
-        self._changed = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.abort()
-
-    @property
-    def engine_index(self) -> int:
-        """Of the engine that computes the request."""
-        return self._client.index
-
-    def abort(self) -> None:
-        """End the request now if it has not ended; iteration then stops. Idempotent, never blocks."""
-        self._client._forget(self)
-        self._ended = True
-        self._changed.set()
-
-    def abort_continuation(self, index: int) -> None:
-        """End one continuation, of which an output has come: no other will. Idempotent, never blocks.
-
-        The others run on; without any left, the request is aborted.
-        """
-        if index not in self._unfinished:
-            return
-        self._unfinished.discard(index)
-        self._pending.pop(index, None)
-        if self._unfinished:
-            self._client._abort_continuation(self.request_id, index)
-        else:
-            self.abort()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while True:
-            if self._pending:
-                return self._pending.pop(next(iter(self._pending)))
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise failure
-            if self._ended:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _deliver(self, output: RequestOutput) -> None:
-        if self.on_arrival is not None and output.index in self._unfinished:
-            self.on_arrival(output)
-        if output.error is not None:
-            if output.new_token_ids:
-                self._merge(RequestOutput(output.request_id, output.new_token_ids, output.num_cached_tokens))
-            self._fail(RequestRefusedError(output.error))
-            return
-        if output.index in self._unfinished:
-            self._merge(output)
-            if output.finish_reason is not None:
-                self._unfinished.discard(output.index)
-        if output.ends_request or not self._unfinished:
-            self.abort()
-
-    def _merge(self, output: RequestOutput) -> None:
-        if (waiting := self._pending.get(output.index)) is not None:
-            waiting.new_token_ids += output.new_token_ids
-            output.new_token_ids = waiting.new_token_ids
-            if waiting.logprobs is not None and output.logprobs is not None:
-                waiting.logprobs += output.logprobs
-                output.logprobs = waiting.logprobs
-            output.prompt_logprobs = waiting.prompt_logprobs or output.prompt_logprobs
-        self._pending[output.index] = output
-        self._changed.set()
-
-    def _fail(self, failure: Exception) -> None:
-        self._failure = failure
-        self._ended = True
-        self._changed.set()
 
 
 class EngineClient:
@@ -325,14 +220,16 @@ class EngineClient:
         if not self._session.send(message):
             raise EngineUnavailableError("the engine does not keep up with taking messages")
 
-    def _forget(self, stream: RequestStream) -> None:
+    def forget(self, stream: RequestStream) -> None:
+        """See `StreamOwner`."""
         if self._streams.get(stream.request_id) is not stream:
             return
         del self._streams[stream.request_id]
         self._unsent_aborts.append(stream.request_id)
         self._send_aborts()
 
-    def _abort_continuation(self, request_id: str, index: int) -> None:
+    def abort_continuation(self, request_id: str, index: int) -> None:
+        """See `StreamOwner`."""
         if request_id in self._streams:
             self._unsent_continuation_aborts.append((request_id, index))
             self._send_aborts()
@@ -400,7 +297,7 @@ class EngineClient:
         self._unsent_aborts, self._unsent_continuation_aborts = [], []
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream._fail(EngineUnavailableError(reason))
+            stream.fail(EngineUnavailableError(reason))
         self._calls.fail_all(EngineUnavailableError(reason))
 
     async def _watch(self, session: EngineSession) -> None:
@@ -519,7 +416,7 @@ class EngineClient:
             return
         if output.ends_request:
             del self._streams[output.request_id]
-        stream._deliver(output)
+        stream.deliver(output)
 
 
 def _why_unsendable(request: EngineRequest, error: WireError) -> RequestError:

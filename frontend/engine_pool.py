@@ -17,9 +17,10 @@ from ipc.curve import FrontendKeys
 from ipc.key_files import load_key_pair, load_public_key
 from ipc.messages import EngineCapabilities, EngineRequest, RequestOutput
 
-from .engine_client import EngineClient, RequestStream
+from .engine_client import EngineClient
 from .engine_errors import EngineUnavailableError, RequestRefusedError
 from .http_config import HttpConfig
+from .request_stream import RequestStream
 
 
 class EnginePool:

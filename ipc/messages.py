@@ -164,6 +164,16 @@ class RequestOutput(Struct, array_like=True):
         """Whether no further output of the request follows."""
         return self.finish_reason is not None and self.num_unfinished == 0
 
+    def absorb(self, later: RequestOutput) -> None:
+        """Become this output and the one after it, of the same continuation, in one. `later` is given up."""
+        self.new_token_ids += later.new_token_ids
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.num_unfinished = later.num_unfinished
+        self.timing = later.timing or self.timing
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs += later.logprobs
+
 
 class EngineCapabilities(Struct, array_like=True, frozen=True):
     """What a frontend must know of an engine before it sends the first request.

@@ -9,8 +9,8 @@ from collections import defaultdict
 from types import TracebackType
 from typing import Literal, Self
 
-from frontend.engine_client import RequestStream
 from frontend.engine_pool import PooledStream
+from frontend.request_stream import RequestStream
 from ipc.messages import EngineRequest, RequestOutput, RequestTiming
 
 from .families import EngineFamilies, RequestFamilies

@@ -229,7 +229,7 @@ def test_heartbeats_come_however_long_a_step_takes(endpoint: str, connect: Conne
 
 def test_a_frontend_that_does_not_read_loses_its_requests_but_no_word(endpoint: str, connect: Connect) -> None:
     # What the quick one wants fits its backlog, however late its reading thread gets its turn.
-    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=600)
+    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=600, max_merged_tokens=0)
     with running_server(endpoint, settings=settings) as server:
         slow, quick = connect(queue_messages=4), connect()
         slow.hello()
@@ -256,8 +256,25 @@ def test_a_frontend_that_does_not_read_loses_its_requests_but_no_word(endpoint: 
         assert slow.finish("again")["again"][0] == continuation([3], 5)
 
 
+def test_a_frontend_that_reads_late_keeps_up_in_larger_messages(endpoint: str, connect: Connect) -> None:
+    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=600)
+    with running_server(endpoint, settings=settings) as server:
+        slow = connect(queue_messages=4)
+        slow.hello()
+        for n in range(10):
+            slow.add(f"r{n}", [n + 1], 20_000)
+        wait_until(lambda: server.engine.stats().generated_tokens == 200_000, timeout_s=120)
+        wait_until(lambda: is_idle(server.engine))
+        slow.add("late", [99], 5)
+        results = slow.finish(*(f"r{n}" for n in range(10)), "late")
+        assert all(last.error is None for _, last in results.values())
+        for n in range(10):
+            assert results[f"r{n}"][0] == continuation([n + 1], 20_000)
+        assert results["late"][0] == continuation([99], 5)
+
+
 def test_a_frontend_that_sends_without_end_and_never_reads_is_given_up(endpoint: str, connect: Connect) -> None:
-    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=20)
+    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=20, max_merged_tokens=0)
     with running_server(endpoint, settings=settings) as server:
         rude = connect(queue_messages=4)
         rude.hello()
@@ -574,7 +591,7 @@ def test_a_hello_is_a_sign_of_life(endpoint: str, connect: Connect) -> None:
 
 
 def test_any_number_of_requests_can_be_given_up_at_once(endpoint: str, connect: Connect) -> None:
-    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=20)
+    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=20, max_merged_tokens=0)
     with running_server(endpoint, step_s=0.02, settings=settings) as server:
         slow = connect(queue_messages=3000)
         slow.hello()

@@ -450,7 +450,7 @@ async def test_any_number_of_malformed_messages_does_no_harm(endpoint: str, num_
             assert (await collect(stream))[0] == [7]
 
     drops = client.drops.counts
-    assert drops["body"] > 0 and drops["header"] + drops["frames"] > 0 and drops["duplicate"] + drops["lost"] > 0
+    assert drops["body"] > 0 and drops["header"] + drops["frames"] > 0
     await scripted.welcome(1)
     await keep_alive(scripted, 1, work())
     await client.close()

@@ -42,6 +42,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
         "--block-size": str(BLOCK_SIZE),
         "--num-blocks": str(NUM_BLOCKS),
         "--max-num-seqs": "4",
+        # Libraries keep code and buffers for each size of batch they have met: let there be few.
+        "--max-num-batched-tokens": "16",
         "--scheduling-policy": "priority",
     }
     model_dir = make_tiny_chat_model(tmp_path / "tiny-chat")

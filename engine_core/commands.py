@@ -1,0 +1,47 @@
+"""What the thread that talks to frontends asks of the loop that steps the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ipc.stats import PrefixCacheReset
+
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortContinuations:
+    continuations: list[tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """`answer` takes the result, in any thread, and never waits."""
+
+    reset_running_requests: bool
+    answer: Callable[[PrefixCacheReset], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """No `Add` follows."""
+
+
+Command: TypeAlias = Add | Abort | AbortContinuations | Reset | Stop | Drain
