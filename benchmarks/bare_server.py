@@ -35,7 +35,7 @@ async def _events(num_tokens: int) -> AsyncGenerator[bytes]:
     for _ in range(num_tokens):
         # As if each token came from somewhere else.
         await asyncio.sleep(0)
-        chunk.choices = [ChatChunkChoice(ChatDelta(content=" word"))]
+        chunk.choices = [ChatChunkChoice(index=0, delta=ChatDelta(content=" word"))]
         yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
     chunk.choices, chunk.usage = [], Usage(0, num_tokens, num_tokens, PromptTokensDetails(0))
     yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"

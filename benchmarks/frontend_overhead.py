@@ -33,6 +33,7 @@ from frontend.http_config import EngineAddress, HttpConfig, child_argv
 
 _HOST = "127.0.0.1"
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
+_START_TIMEOUT_S = 120.0
 _PROMPT = "Tell me about rivers, mountains and the weather over the sea in winter. " * 8
 
 
@@ -107,7 +108,8 @@ async def _all_at_once(
     async def ask() -> None:
         nonlocal num_received
         for _ in remaining:
-            num_received += await server.stream(num_tokens)
+            received = await server.stream(num_tokens)
+            num_received += received
 
     started_s, started_cpu_s = time.perf_counter(), server.cpu_s()
     await asyncio.gather(*(ask() for _ in range(num_streams)))
@@ -129,20 +131,21 @@ def free_port() -> int:
         return port
 
 
-async def wait_until_ready(server: Server, timeout_s: float = 300.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while True:
-            try:
-                await server.stream(1)
-            except (OSError, RuntimeError):
-                await asyncio.sleep(0.2)
-            else:
-                return
+async def wait_until_ready(name: str, server: Server) -> None:
+    ends_s = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        try:
+            await server.stream(1)
+            return
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > ends_s:
+                raise RuntimeError(f"{name} does not answer") from error
+            await asyncio.sleep(0.2)
 
 
 async def compare(servers: dict[str, Server], rounds: int, num_streams: int, num_tokens: int) -> dict[str, Figures]:
-    for server in servers.values():
-        await wait_until_ready(server)
+    for name, server in servers.items():
+        await wait_until_ready(name, server)
         await measure(server, num_streams, num_tokens)
     measured: dict[str, list[Figures]] = {name: [] for name in servers}
     for _ in range(rounds):
@@ -162,7 +165,13 @@ def print_table(results: dict[str, Figures]) -> None:
     for figure in asdict(results["foreword"]):
         ours = getattr(results["foreword"], figure)
         values = "".join(f"{getattr(figures, figure):12.1f}" for figures in results.values())
-        print(f"{figure:20}{values}" + "".join(f"{ours / getattr(results[name], figure):10.2f}" for name in others))
+        ratios = "".join(f"{_ratio(ours, getattr(results[name], figure)):>10}" for name in others)
+        print(f"{figure:20}{values}{ratios}")
+
+
+def _ratio(ours: float, other: float) -> str:
+    # CPU time is counted in hundredths of a second.
+    return f"{ours / other:.2f}" if other else ""
 
 
 def main() -> None:
