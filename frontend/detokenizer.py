@@ -3,14 +3,15 @@
 A token need not end where a character ends, and what a token decodes to may depend on its neighbours. A
 `Detokenizer` hands out text as soon as nothing that follows can change it, and guarantees, for every sequence of
 ids and every way of cutting it into pushes: the concatenated pieces, `flush()` included, equal
-`tokenizer.decode(all ids, skip_special_tokens=True)`. Work is linear in the number of tokens.
+`tokenizer.decode(all ids, skip_special_tokens=True)`, but for special tokens that are to be spelled out. Work is linear
+in the number of tokens.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -31,9 +32,16 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
-    """Return what makes a fresh detokenizer per sequence; what they can share is prepared here once."""
-    special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+def detokenizer_factory(tokenizer: Tokenizer, *, spelled_out: Collection[str] = ()) -> Callable[[], Detokenizer]:
+    """Return what makes a fresh detokenizer per sequence; what they can share is prepared here once.
+
+    `spelled_out` are special tokens that are part of the text nevertheless, if the tokenizer has them.
+    """
+    special_ids = frozenset(
+        i
+        for i, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special and token.content not in spelled_out
+    )
     kinds = _decoder_kinds(tokenizer)
     if kinds == ["ByteLevel"]:
         token_bytes = _TokenBytes(tokenizer, special_ids)

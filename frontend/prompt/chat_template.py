@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from frontend.tool_calls import calls_in
+
 from .canonical_json import canonical_object
 from .chat import Chat, ChatMessage, Tool
 from .errors import ChatTemplateError, PromptError
@@ -41,6 +43,7 @@ class ChatTemplate:
         takes_strings, takes_parts: forms of `content`.
         takes_tools: it shows the model which tools there are.
         takes_tool_calls: it shows earlier calls of tools, and what they returned.
+        tags_tool_calls: it shows them as `frontend.tool_calls` reads them, so that is how the model writes its own.
     """
 
     apply: Apply
@@ -48,6 +51,7 @@ class ChatTemplate:
     takes_parts: bool
     takes_tools: bool = False
     takes_tool_calls: bool = False
+    tags_tool_calls: bool = False
 
     def render(self, chat: Chat) -> str:
         """The prompt's text.
@@ -130,15 +134,14 @@ def chat_template_of(tokenizer: Any, now: Callable[[], datetime] = utc_now) -> C
     takes_strings = _PROBE in _try(apply, _user(_PROBE)) or not takes_parts
     content: Callable[[str], Any] = str if takes_strings else lambda text: [_text_part(text)]
     called = _called_probe(content)
+    with_calls = [_try(apply, called), _try(apply, called | {"tools": [_OTHER_TOOL]})]
     return ChatTemplate(
         apply,
         takes_strings=takes_strings,
         takes_parts=takes_parts,
         takes_tools=_PROBE in _try(apply, _user(content("Hi")) | {"tools": [_PROBE_TOOL]}),
-        takes_tool_calls=any(
-            _PROBE in text and _PROBE_RESULT in text
-            for text in (_try(apply, called), _try(apply, called | {"tools": [_OTHER_TOOL]}))
-        ),
+        takes_tool_calls=any(_PROBE in text and _PROBE_RESULT in text for text in with_calls),
+        tags_tool_calls=any(calls_in(text, (_PROBE,)) for text in with_calls),
     )
 
 

@@ -28,8 +28,9 @@ TOOL_TEMPLATE = """
             {%- generation %}
                 {{- message['content'] }}
                 {%- for call in message['tool_calls'] %}
-                    {{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) }}
-                    {{- '</tool_call>' }}
+                    {{- '\\n' if message['content'] or not loop.first }}
+                    {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+                    {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
                 {%- endfor %}
             {%- endgeneration %}
         {%- else %}

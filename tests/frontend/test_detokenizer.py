@@ -77,6 +77,20 @@ def test_pieces_add_up_for_any_tokens_even_ones_that_are_no_text(name: str, data
     assert "".join(pieces(tokenizer, ids, cuts)) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "special"), [("byte_level", "<|end|>"), ("byte_fallback", "<s>"), ("word_pieces", "[SEP]")]
+)
+def test_special_tokens_that_are_to_be_spelled_out_are(name: str, special: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    special_id, word_id = tokenizer.token_to_id(special), tokenizer.get_vocab_size() - 1
+    detokenizer = detokenizer_factory(tokenizer, spelled_out=(special, "<absent>"))()
+    ids = [word_id, special_id, word_id]
+    text = "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush()
+    assert special in text
+    hidden = detokenizer_factory(tokenizer, spelled_out=("<absent>",))()
+    assert special not in hidden.push(ids) + hidden.flush()
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(GRAPHEMES), max_size=8).map("".join), st.integers(0, 60))
 def test_pieces_of_real_text_are_the_text_wherever_it_ends(text: str, length: int) -> None:

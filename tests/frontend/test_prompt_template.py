@@ -189,6 +189,29 @@ def test_what_a_template_would_leave_out_is_refused(template_of: Callable[..., C
         assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("source", "tagged"),
+    [
+        (TOOL_TEMPLATE, True),
+        (TOOL_TEMPLATE.replace("\\n<", "<").replace(">\\n", ">"), True),
+        ({"default": CHATML_TEMPLATE, "tool_use": TOOL_TEMPLATE}, True),
+        (TOOL_TEMPLATE.replace("<tool_call>", "[call]"), False),
+        (TOOL_TEMPLATE.replace('"name"', '"function"'), False),
+        (TOOL_TEMPLATE.replace("(call.function.arguments | tojson)", "(call.function.arguments | string)"), False),
+        # It tells the model about tags, and shows calls in another way.
+        (
+            TOOL_TEMPLATE.replace("<tool_call>", "[call]").replace("Tools:", '<tool_call>{"name": NAME}</tool_call>'),
+            False,
+        ),
+        (CHATML_TEMPLATE, False),
+    ],
+)
+def test_how_a_model_writes_calls_is_learnt_from_its_template(
+    template_of: Callable[..., ChatTemplate], source: str | dict[str, str], tagged: bool
+) -> None:
+    assert template_of(source).tags_tool_calls is tagged
+
+
 def test_a_template_of_its_own_for_tools_is_used_for_them(template_of: Callable[..., ChatTemplate]) -> None:
     template = template_of({"default": CHATML_TEMPLATE, "tool_use": TOOL_TEMPLATE})
     assert template.takes_tools and template.takes_tool_calls
