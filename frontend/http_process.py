@@ -34,6 +34,7 @@ from .drain import DrainingServer
 from .engine_pool import EnginePool, open_engines
 from .http_config import HttpConfig, listen
 from .metrics import Metrics
+from .tool_calls import TAGS
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ async def serve(
         client=client,
         prompts=prompts,
         new_detokenizer=detokenizer_factory(tokenizer.backend),
+        new_detokenizer_of_calls=detokenizer_factory(tokenizer.backend, spelled_out=TAGS),
         token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(config.model_names, int(time.time())),
         metrics=Metrics(client.engines, config.model_names[0]),

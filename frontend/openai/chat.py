@@ -10,7 +10,6 @@ from contextlib import aclosing
 import msgspec
 from msgspec import UNSET
 
-from frontend.continuation import ScoredToken
 from frontend.streaming import event
 from ipc.messages import TokenLogprob
 
@@ -26,45 +25,53 @@ from .responses import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
+    ToolCall,
 )
 from .serving import Serving
+from .tool_calls import ChoiceReader, Part
 
 
 async def answer_chat(serving: Serving, request: ChatCompletionRequest, answer_id: str) -> bytes:
     """The whole answer, as JSON. Raises ApiError."""
     prepared = await prepare_chat(serving, request)
     counts = TokenCounts(prepared)
-    choices = [ChatChoice(AssistantMessage(""), "stop", index) for index in range(prepared.num_choices)]
-    texts: list[list[str]] = [[] for _ in choices]
-    scored: list[list[ScoredToken]] = [[] for _ in choices]
+    readers = [ChoiceReader(prepared.tools) for _ in range(prepared.num_choices)]
+    parts: list[list[Part]] = [[] for _ in readers]
     of_prompt: list[TokenLogprob | None] | None = None
     with client_errors(serving, request):
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)
-                texts[index].append(delta.text)
-                scored[index] += delta.scored_tokens
-                if delta.finish_reason is not None:
-                    choices[index].finish_reason, choices[index].stop_reason = delta.finish_reason, delta.stop_reason
+                parts[index] += readers[index].read(delta)
                 of_prompt = delta.prompt_logprobs
-    for choice, parts in zip(choices, texts, strict=True):
-        choice.message.content = "".join(parts)
+    choices = [_choice(index, parts_of_it) for index, parts_of_it in enumerate(parts)]
     answer = ChatCompletion(answer_id, int(time.time()), prepared.model_name, choices, counts.usage())
     if prepared.logprobs is not None or prepared.prompt_logprobs is not None:
         # In a thread: there may be many tokens.
-        await asyncio.to_thread(_show_logprobs, serving, prepared, answer, scored, of_prompt)
+        await asyncio.to_thread(_show_logprobs, serving, prepared, answer, parts, of_prompt)
     return msgspec.json.encode(answer)
+
+
+def _choice(index: int, parts: list[Part]) -> ChatChoice:
+    """Of all its parts."""
+    text = "".join(part.text for part in parts)
+    calls = [ToolCall(id=part.call.id, function=part.call.function) for part in parts if part.call is not None]
+    message = AssistantMessage(text or None, tool_calls=calls) if calls else AssistantMessage(text)
+    finish_reason = parts[-1].finish_reason
+    assert finish_reason is not None
+    return ChatChoice(message, finish_reason, index, stop_reason=parts[-1].stop_reason)
 
 
 def _show_logprobs(
     serving: Serving,
     prepared: PreparedRequest,
     answer: ChatCompletion,
-    scored: list[list[ScoredToken]],
+    parts: list[list[Part]],
     of_prompt: list[TokenLogprob | None] | None,
 ) -> None:
     if prepared.logprobs is not None:
-        for choice, tokens in zip(answer.choices, scored, strict=True):
+        for choice, parts_of_it in zip(answer.choices, parts, strict=True):
+            tokens = [token for part in parts_of_it for token in part.scored_tokens]
             choice.logprobs = chat_logprobs(tokens, prepared.logprobs, serving.token_bytes)
     if prepared.prompt_logprobs is not None and of_prompt is not None:
         answer.prompt_logprobs = prompt_logprobs(of_prompt, prepared.prompt_logprobs, serving.token_bytes)
@@ -87,6 +94,7 @@ async def stream_chat(serving: Serving, request: ChatCompletionRequest, answer_i
             chunk.usage = counts.usage()
         return event(msgspec.json.encode(chunk))
 
+    readers = [ChoiceReader(prepared.tools) for _ in range(prepared.num_choices)]
     begun: set[int] = set()
     with client_errors(serving, request):
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
@@ -96,15 +104,15 @@ async def stream_chat(serving: Serving, request: ChatCompletionRequest, answer_i
                 if index not in begun:
                     begun.add(index)
                     events = choice_event(ChatChunkChoice(ChatDelta(role="assistant", content=""), index))
-                if delta.text or delta.finish_reason is not None:
+                for part in readers[index].read(delta):
                     choice = ChatChunkChoice(
-                        ChatDelta(content=delta.text or UNSET),
+                        ChatDelta(content=part.text or UNSET, tool_calls=UNSET if part.call is None else [part.call]),
                         index,
-                        finish_reason=delta.finish_reason,
-                        stop_reason=UNSET if delta.finish_reason is None else delta.stop_reason,
+                        finish_reason=part.finish_reason,
+                        stop_reason=UNSET if part.finish_reason is None else part.stop_reason,
                     )
-                    if prepared.logprobs is not None and delta.scored_tokens:
-                        choice.logprobs = chat_logprobs(delta.scored_tokens, prepared.logprobs, serving.token_bytes)
+                    if prepared.logprobs is not None and part.scored_tokens:
+                        choice.logprobs = chat_logprobs(part.scored_tokens, prepared.logprobs, serving.token_bytes)
                     events += choice_event(choice)
                 if events:
                     yield events

@@ -17,6 +17,7 @@ from .protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from .refusals import client_errors
 from .sampling import check_combinations, check_vocabulary, num_logprobs, sampling_params, stop_strings
 from .serving import Serving
+from .tool_calls import callable_tools
 from .unsupported import refuse_unsupported
 
 MAX_PROMPTS = 1024
@@ -32,7 +33,7 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest) -> Prep
         token_ids = await serving.prompts.chat(chat, max_model_len=capabilities.max_model_len)
         if not token_ids:
             raise invalid_request("the messages make a prompt of 0 tokens", "messages")
-    return replace(prepared, prompts=(token_ids,))
+    return replace(prepared, prompts=(token_ids,), tools=callable_tools(serving, request))
 
 
 async def prepare_completion(serving: Serving, request: CompletionRequest) -> PreparedRequest:

@@ -14,15 +14,17 @@ from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams
 
 from .responses import PromptTokensDetails, Usage
 from .serving import Serving
+from .tool_calls import CallableTools
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that is right, as far as can be known without the engine. Each of `prompts` gets `n` choices.
 
-    `logprobs` and `prompt_logprobs` say how many likeliest tokens to show, if any. `prompt_texts` are to be echoed;
-    empty if they are not. `scores_only`: no output was asked for; the engine makes one token nevertheless, which is
-    neither shown nor counted. `received_s`: when work on it began, on the clock of `time.monotonic`.
+    `tools` are those whose calls are looked for in the output. `logprobs` and `prompt_logprobs` say how many likeliest
+    tokens to show, if any. `prompt_texts` are to be echoed; empty if they are not. `scores_only`: no output was asked
+    for; the engine makes one token nevertheless, which is neither shown nor counted. `received_s`: when work on it
+    began, on the clock of `time.monotonic`.
     """
 
     model_name: str
@@ -38,6 +40,7 @@ class PreparedRequest:
     continuous_usage: bool
     scores_only: bool
     prompt_texts: tuple[str, ...] = ()
+    tools: CallableTools | None = None
     received_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -84,7 +87,7 @@ async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> As
         generate(
             serving.client,
             request,
-            serving.new_detokenizer,
+            serving.new_detokenizer if prepared.tools is None else serving.new_detokenizer_of_calls,
             prepared.stop_strings,
             RequestRecord(serving.metrics.requests, request, prepared.received_s),
             include_stop=prepared.include_stop,

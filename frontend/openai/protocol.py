@@ -142,12 +142,16 @@ ContentPart = TextPart | ImageUrlPart | InputAudioPart | FilePart | VideoUrlPart
 class CalledFunction(Struct, forbid_unknown_fields=True):
     name: str
     arguments: Annotated[str, Meta(description="A JSON object, as a string.")]
+    # SDKs add it to what they were answered.
+    parsed_arguments: Annotated[Any, Ignored] = None
 
 
 class ToolCallField(Struct, forbid_unknown_fields=True, kw_only=True):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    # Of a call in a stream.
+    index: Annotated[int | None, Ignored] = None
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -168,6 +172,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     reasoning: Annotated[Any, Ignored] = None
     refusal: Annotated[str | None, Ignored] = None
     annotations: Annotated[list[Any] | None, Ignored] = None
+    parsed: Annotated[Any, Ignored] = None
     audio: Annotated[Any, NotYet] = None
     function_call: Annotated[Any, NotYet] = None
 
@@ -221,7 +226,7 @@ class ChatCompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=T
         Any,
         Meta(
             description="`auto` or `none`. Neither changes the prompt: with `none` the model still sees the tools, so"
-            " that the cache finds them, and may still ask for one."
+            " that the cache finds them, and a call it makes even so is text."
         ),
     ] = None
     store: Annotated[bool | None, Ignored] = None
@@ -231,7 +236,9 @@ class ChatCompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=T
     prompt_cache_key: Annotated[str | None, Ignored] = None
     prompt_cache_retention: Annotated[str | None, Ignored] = None
     prediction: Annotated[Any, Ignored] = None
-    parallel_tool_calls: Annotated[bool | None, Ignored] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Meta(description="With false, calls after the first are left out of a choice; default true.")
+    ] = None
 
     logprobs: Annotated[bool | None, Meta(description="Report the log-probability of each generated token.")] = None
     top_logprobs: Annotated[

@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from frontend.errors import ApiError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(Struct):
@@ -62,10 +62,26 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
+class FunctionCall(Struct):
+    """`arguments` is a JSON object as the model spelled it, in a string."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(Struct):
-    content: str
+    """`content` is null where there is nothing but calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -86,9 +102,16 @@ class ChatCompletion(Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class ToolCallDelta(ToolCall, kw_only=True):
+    """A whole call: its arguments are not split. `index` counts the calls of a choice."""
+
+    index: int
+
+
 class ChatDelta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

@@ -39,7 +39,9 @@ class ServedModel:
 
 @dataclass(slots=True)
 class Serving:
-    """`token_bytes`: a token's id → what it stands for by itself (`detokenizer.token_bytes_of`).
+    """`new_detokenizer_of_calls` makes those that spell out the tags of tool calls, special tokens or not.
+
+    `token_bytes`: a token's id → what it stands for by itself (`detokenizer.token_bytes_of`).
 
     `is_shutting_down`: what fails from now on fails because of that.
     """
@@ -47,6 +49,7 @@ class Serving:
     client: EnginePool
     prompts: PromptProcessor
     new_detokenizer: Callable[[], Detokenizer]
+    new_detokenizer_of_calls: Callable[[], Detokenizer]
     token_bytes: Callable[[int], bytes]
     model: ServedModel
     metrics: Metrics

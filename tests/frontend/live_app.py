@@ -17,6 +17,7 @@ from frontend.metrics import Metrics
 from frontend.openai.serving import ServedModel, Serving
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer
+from frontend.tool_calls import TAGS
 
 MODEL_NAMES = ("tiny", "tiny-alias")
 
@@ -29,6 +30,7 @@ def live_app(engine: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterato
         client=engine,
         prompts=prompts,
         new_detokenizer=detokenizer_factory(tokenizer.backend),
+        new_detokenizer_of_calls=detokenizer_factory(tokenizer.backend, spelled_out=TAGS),
         token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(MODEL_NAMES, 1),
         metrics=Metrics([engine], MODEL_NAMES[0]),

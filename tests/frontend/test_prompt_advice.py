@@ -159,6 +159,12 @@ ROWS: dict[str, list[Request]] = {
     "the same 63 tokens": [tokens(*PAGE[:63])] * 2,
     "the same 64 tokens": [tokens(*PAGE[:64])] * 2,
 }
+# row of the doc → how the model spells the call that is sent back
+ROWS_OF_CALLS = {
+    "the model spelled it as the template does": '{"name": "ships", "arguments": {"limit": 2, "night": "quiet"}}',
+    "the model wrote the arguments in another order": '{"name": "ships", "arguments": {"night": "quiet", "limit": 2}}',
+    "the model wrote it without spaces": '{"name":"ships","arguments":{"limit":2,"night":"quiet"}}',
+}
 ROWS_OF_ANOTHER_DAY = {
     "the template tells the date, the same day": [(9, 0), (23, 59)],
     "the template tells the date, the next day": [(9, 0), (24, 1)],
@@ -166,13 +172,17 @@ ROWS_OF_ANOTHER_DAY = {
 
 
 class SpeakingRunner(CheckingRunner):
-    """Says `answer`, then the token that ends a turn."""
+    """Says what it was told to say, then the token that ends a turn."""
 
-    def __init__(self, answer: Sequence[int], end_of_turn: int, vocab_size: int) -> None:
+    def __init__(self, end_of_turn: int, vocab_size: int) -> None:
         super().__init__(
             256, BLOCK_SIZE, vocab_size=vocab_size, max_model_len=1024, eos_token_ids=frozenset({end_of_turn})
         )
-        self._says = [*answer, end_of_turn]
+        self._end_of_turn = end_of_turn
+        self.say([])
+
+    def say(self, answer: Sequence[int]) -> None:
+        self._says = [*answer, self._end_of_turn]
 
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         result = super().execute(batch)
@@ -194,18 +204,28 @@ class Clock:
 class Server:
     """`ask` answers from a cache that only `forget` empties."""
 
-    def __init__(self, core: EngineCore, http: httpx.Client, clock: Clock) -> None:
+    def __init__(
+        self, core: EngineCore, runner: SpeakingRunner, tokenizer: ModelTokenizer, http: httpx.Client, clock: Clock
+    ) -> None:
         self.core, self.http, self.clock = core, http, clock
+        self._runner, self._tokenizer = runner, tokenizer
+
+    def say(self, answer: str) -> None:
+        """From now on, whatever it is asked."""
+        self._runner.say(self._tokenizer.encode(answer, add_special_tokens=False).ids)
 
     def forget(self) -> None:
         assert self.core.reset_prefix_cache().is_done
 
-    def ask(self, request: Request) -> tuple[int, int]:
-        """Returns (prompt tokens, cached tokens)."""
+    def answer(self, request: Request) -> dict[str, Any]:
         path, body = request
         response = self.http.post(path, json=body)
         assert response.status_code == 200, response.text
-        usage = response.json()["usage"]
+        return response.json()  # type: ignore[no-any-return]
+
+    def ask(self, request: Request) -> tuple[int, int]:
+        """Returns (prompt tokens, cached tokens)."""
+        usage = self.answer(request)["usage"]
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
     def count(self, requests: Sequence[Request]) -> tuple[int, int]:
@@ -226,8 +246,7 @@ def dated_server(chat_model_dir: Path) -> Iterator[Server]:
 def serve(chat_model_dir: Path, template: str) -> Iterator[Server]:
     backend, clock = load_tokenizer(chat_model_dir).backend, Clock()
     tokenizer = ModelTokenizer(backend, chat_template_of(tokenizer_with(chat_model_dir, template), clock.now))
-    answer = tokenizer.encode(ANSWER, add_special_tokens=False).ids
-    runner = SpeakingRunner(answer, backend.token_to_id("<|im_end|>"), tokenizer.vocab_size)
+    runner = SpeakingRunner(backend.token_to_id("<|im_end|>"), tokenizer.vocab_size)
     core = EngineCore(EngineConfig(block_size=BLOCK_SIZE), runner)
 
     async def compute(request: EngineRequest) -> AsyncGenerator[RequestOutput]:
@@ -239,7 +258,9 @@ def serve(chat_model_dir: Path, template: str) -> Iterator[Server]:
     engine = ScriptedEngine(compute)
     engine.capabilities = core.capabilities
     with live_app(engine, tokenizer) as url, httpx.Client(base_url=url, timeout=30) as http:
-        yield Server(core, http, clock)
+        served = Server(core, runner, tokenizer, http, clock)
+        served.say(ANSWER)
+        yield served
 
 
 def rows_of_the_doc() -> dict[str, tuple[int, int]]:
@@ -251,12 +272,23 @@ def rows_of_the_doc() -> dict[str, tuple[int, int]]:
 
 
 def test_every_row_of_the_doc_is_tested_here_and_the_other_way_round() -> None:
-    assert set(rows_of_the_doc()) == {*ROWS, *ROWS_OF_ANOTHER_DAY}
+    assert set(rows_of_the_doc()) == {*ROWS, *ROWS_OF_CALLS, *ROWS_OF_ANOTHER_DAY}
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_the_numbers_are_the_docs(server: Server, row: str) -> None:
     assert server.count(ROWS[row]) == rows_of_the_doc()[row]
+
+
+@pytest.mark.parametrize("row", ROWS_OF_CALLS)
+def test_the_numbers_of_calls_are_the_docs(server: Server, row: str) -> None:
+    server.forget()
+    server.say(f"I will look.\n<tool_call>\n{ROWS_OF_CALLS[row]}\n</tool_call>")
+    message = server.answer(FIRST_WITH_TOOLS)["choices"][0]["message"]
+    server.say(ANSWER)
+    result = RESULT | {"tool_call_id": message["tool_calls"][0]["id"]}
+    counted = server.ask(chat(system(RULES), QUESTION, message, result, tools=[SHIPS, WIND]))
+    assert counted == rows_of_the_doc()[row]
 
 
 @pytest.mark.parametrize("row", ROWS_OF_ANOTHER_DAY)
