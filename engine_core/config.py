@@ -42,7 +42,9 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         free_order: where freed blocks go in the free queue; `unhashed_first` is what a newer peer does.
         num_threads: CPU threads for the model; default the physical cores this process may use.
         merge_projections: compute linear layers that read the same tensor as one (CPU only).
-        prepack_weights: store weights in the layout the CPU's matrix library computes with (CPU only).
+        prepack_weights: store weights in the layout the CPU computes with (CPU only).
+        linear_kernel: compute bfloat16 linear layers in prepacked weights with Foreword's own kernel where it was built
+            and the CPU has AVX512-BF16, not with the CPU's matrix library.
         max_num_queued_requests: most sequences that may wait beyond those that free seats (`max_num_seqs`) admit at
             once; further requests are refused as `overloaded`. A request with `n` continuations counts `n`.
         max_num_queued_tokens: the same for their prompt tokens.
@@ -74,5 +76,6 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     num_threads: int | None = None
     merge_projections: bool = True
     prepack_weights: bool = True
+    linear_kernel: bool = True
     max_num_queued_requests: int | None = None
     max_num_queued_tokens: int | None = None

@@ -60,7 +60,13 @@ class ModelRunner:
         self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))
         shapes = probe_layers(self._model, model_config)
         try:
-            apply_passes(self._model, model_config, merge=config.merge_projections, pack=config.prepack_weights)
+            apply_passes(
+                self._model,
+                model_config,
+                merge=config.merge_projections,
+                pack=config.prepack_weights,
+                kernel=config.linear_kernel,
+            )
         except PassError as error:
             logger.warning("passes_skipped model_type=%s reason=%s", model_config.model_type, error)
             self._model = load_model(path, model_config, self._dtype, self._device)

@@ -47,8 +47,15 @@ def _engine_options(
         bool, option(_MODEL, "On a CPU, compute linear layers that read the same tensor as one.")
     ] = _ENGINE.merge_projections,
     prepack_weights: Annotated[
-        bool, option(_MODEL, "On a CPU, store weights in the layout its matrix library computes with.")
+        bool, option(_MODEL, "On a CPU, store weights in the layout it computes with.")
     ] = _ENGINE.prepack_weights,
+    linear_kernel: Annotated[
+        bool,
+        option(
+            _MODEL,
+            "On a CPU with AVX512-BF16, use Foreword's own kernel for prepacked bfloat16 weights, not oneDNN's.",
+        ),
+    ] = _ENGINE.linear_kernel,
     block_size: Annotated[int, option(_MEMORY, "Tokens of one KV block.", min=1)] = _ENGINE.block_size,
     num_blocks: Annotated[
         int | None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,14 +20,19 @@ from engine_core.model.loader import load_config, load_model
 from engine_core.model.passes import PassError, apply_passes
 from engine_core.model.passes.linear_layers import watch_linears
 from engine_core.model.passes.merging import MergedPart, merge_linears
-from engine_core.model.passes.packing import PackedLinear, can_pack, pack_linears, padded_rows
+from engine_core.model.passes.packed_layers import KernelLinear, OnednnLinear, padded_rows
+from engine_core.model.passes.packing import pack_linears, packed_layer
 from engine_core.model.probe import disagreement, probe_logits, tolerance
 from engine_core.model.runner import ModelRunner
+from kernels import linear as linear_kernel
 from tests.tiny_models import TINY_ARCHITECTURES, make_tiny_model
 
 CPU = torch.device("cpu")
 
-needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this build of torch has no oneDNN")
+needs_packing = pytest.mark.skipif(
+    not OnednnLinear.is_usable(torch.float32), reason="this build of torch has no oneDNN"
+)
+needs_kernel = pytest.mark.skipif(not linear_kernel.is_available(), reason="no compiler, or no AVX512-BF16")
 
 
 @pytest.fixture(autouse=True)
@@ -48,31 +53,51 @@ def own_name(path: str) -> str:
 # The whole model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("merge", "pack"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("dtype", "merge", "pack", "kernel"),
+    [
+        (torch.float32, True, False, False),
+        (torch.float32, False, True, False),
+        (torch.float32, True, True, True),
+        (torch.bfloat16, True, False, False),
+        (torch.bfloat16, False, True, False),
+        (torch.bfloat16, True, True, False),
+        pytest.param(torch.bfloat16, False, True, True, marks=needs_kernel),
+        pytest.param(torch.bfloat16, True, True, True, marks=needs_kernel),
+    ],
+)
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
 def test_logits_stay_what_they_were(
-    name: str, merge: bool, pack: bool, dtype: torch.dtype, model_directory: Callable[[str], Path]
+    name: str, merge: bool, pack: bool, kernel: bool, dtype: torch.dtype, model_directory: Callable[[str], Path]
 ) -> None:
     model, config = load(model_directory(name), dtype)
     before = probe_logits(model, config)
-    apply_passes(model, config, merge=merge, pack=pack)
+    apply_passes(model, config, merge=merge, pack=pack, kernel=kernel)
     after = probe_logits(model, config)
     assert disagreement(before, after) <= tolerance(dtype)
     if dtype == torch.float32:
         torch.testing.assert_close(after.log_softmax(-1), before.log_softmax(-1), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_linear_layer_of_a_decoder_is_reached(dtype: torch.dtype, tmp_path: Path) -> None:
-    if not can_pack(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "layer"),
+    [
+        (torch.float32, True, OnednnLinear),
+        (torch.bfloat16, False, OnednnLinear),
+        pytest.param(torch.bfloat16, True, KernelLinear, marks=needs_kernel),
+    ],
+)
+def test_every_linear_layer_of_a_decoder_is_reached(
+    dtype: torch.dtype, kernel: bool, layer: type[nn.Module], tmp_path: Path
+) -> None:
+    if not layer.is_usable(dtype):
         pytest.skip(f"no packed weights of {dtype} here")
     model, config = load(make_tiny_model("llama", tmp_path), dtype)
-    apply_passes(model, config, merge=True, pack=True)
+    apply_passes(model, config, merge=True, pack=True, kernel=kernel)
     modules = dict(model.named_modules())
     assert not any(isinstance(module, nn.Linear) for module in modules.values())
     merged = {own_name(path) for path, module in modules.items() if isinstance(module, MergedPart)}
-    packed = {own_name(path) for path, module in modules.items() if isinstance(module, PackedLinear)}
+    packed = {own_name(path) for path, module in modules.items() if isinstance(module, layer)}
     assert merged == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
     assert packed == {"linear", "o_proj", "down_proj", "lm_head"}
 
@@ -80,25 +105,47 @@ def test_every_linear_layer_of_a_decoder_is_reached(dtype: torch.dtype, tmp_path
 def test_switched_off_nothing_changes(tmp_path: Path) -> None:
     model, config = load(make_tiny_model("llama", tmp_path))
     before = dict(model.named_modules())
-    apply_passes(model, config, merge=False, pack=False)
+    apply_passes(model, config, merge=False, pack=False, kernel=True)
     assert dict(model.named_modules()) == before
 
 
 def test_settings_reach_the_passes(tmp_path: Path) -> None:
     directory = make_tiny_model("llama", tmp_path)
+    layers = {nn.Linear, MergedPart, OnednnLinear, KernelLinear}
 
-    def kinds(**settings: bool) -> set[type]:
-        config = EngineConfig(model=str(directory), dtype="float32", device="cpu", num_blocks=8, **settings)
-        return {type(module) for module in ModelRunner(config)._model.modules()} & {nn.Linear, MergedPart, PackedLinear}
+    def kinds(dtype: str = "float32", **settings: bool) -> set[type]:
+        config = EngineConfig(model=str(directory), dtype=dtype, device="cpu", num_blocks=8, **settings)
+        return {type(module) for module in ModelRunner(config)._model.modules()} & layers
 
     assert kinds(merge_projections=False, prepack_weights=False) == {nn.Linear}
     assert kinds(prepack_weights=False) == {nn.Linear, MergedPart}
-    if can_pack(torch.float32):
-        assert kinds(merge_projections=False) == {PackedLinear}
+    if OnednnLinear.is_usable(torch.float32):
+        assert kinds(merge_projections=False) == {OnednnLinear}
+    if OnednnLinear.is_usable(torch.bfloat16):
+        assert kinds("bfloat16", merge_projections=False, linear_kernel=False) == {OnednnLinear}
+    if KernelLinear.is_usable(torch.bfloat16):
+        assert kinds("bfloat16", merge_projections=False) == {KernelLinear}
 
 
-def test_half_precision_that_is_not_computed_in_is_not_packed() -> None:
-    assert not can_pack(torch.float16)
+def test_half_precision_that_is_not_computed_in_is_not_packed(tmp_path: Path) -> None:
+    assert packed_layer(torch.float16, kernel=True) is None
+    model, _ = load(make_tiny_model("llama", tmp_path), torch.float16)
+    assert pack_linears(model, {"lm_head": torch.zeros(1, 64).half()}, kernel=True) == {}
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_where_the_kernel_was_not_built_onednn_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_kernel, "is_available", lambda: False)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert packed_layer(dtype, kernel=True) is (OnednnLinear if OnednnLinear.is_usable(dtype) else None)
+
+
+@needs_kernel
+def test_each_layer_is_packed_as_its_own_type_asks() -> None:
+    """Some models keep single layers in float32."""
+    model = Layers(lambda m, x: None, a=nn.Linear(4, 4, dtype=torch.bfloat16), b=nn.Linear(4, 4))
+    samples = {"a": torch.randn(2, 4).bfloat16(), "b": torch.randn(2, 4)}
+    assert pack_linears(model, samples, kernel=True) == {"a": KernelLinear, "b": OnednnLinear}
 
 
 def test_a_pass_that_breaks_the_model_is_noticed_and_the_model_served_without(
@@ -114,7 +161,7 @@ def test_a_pass_that_breaks_the_model_is_noticed_and_the_model_served_without(
     model, config = load(directory)
     expected = probe_logits(model, config)
     with pytest.raises(PassError, match=r"changed by \d+\.\d% of their spread"):
-        apply_passes(model, config, merge=True, pack=False)
+        apply_passes(model, config, merge=True, pack=False, kernel=False)
 
     with caplog.at_level(logging.WARNING):
         runner = ModelRunner(EngineConfig(model=str(directory), dtype="float32", device="cpu", num_blocks=8))
@@ -122,22 +169,51 @@ def test_a_pass_that_breaks_the_model_is_noticed_and_the_model_served_without(
     assert torch.equal(probe_logits(runner._model, config), expected)
 
 
-@needs_packing
+@needs_kernel
+@pytest.mark.parametrize("wrong", [-1, float("nan")])
+def test_a_kernel_that_computes_something_else_is_noticed_and_the_model_served_without(
+    wrong: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one of 64 outputs, for one of the probe's tokens."""
+    directory = make_tiny_model("llama", tmp_path)
+
+    def spoiled(x: torch.Tensor, weight: linear_kernel.PackedWeight) -> torch.Tensor:
+        y = linear(x, weight)
+        y[..., 3, 5] *= wrong
+        return y
+
+    linear = linear_kernel.linear
+    monkeypatch.setattr(linear_kernel, "linear", spoiled)
+    with caplog.at_level(logging.WARNING):
+        runner = ModelRunner(EngineConfig(model=str(directory), dtype="bfloat16", device="cpu", num_blocks=8))
+    assert "passes_skipped" in caplog.text
+    assert "in packed weights" in caplog.text
+    assert not any(isinstance(module, KernelLinear) for module in runner._model.modules())
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=needs_packing), pytest.param(torch.bfloat16, marks=needs_kernel)]
+)
 @pytest.mark.parametrize("tied", [False, True])
-def test_no_weight_is_kept_beside_its_packed_form(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_is_kept_beside_its_packed_form(
+    tied: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But for embeddings, which a tied head shares."""
-    model, config = load(make_tiny_model("llama", tmp_path, tie_word_embeddings=tied))
+    model, config = load(make_tiny_model("llama", tmp_path, tie_word_embeddings=tied), dtype)
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     weights = {name: weakref.ref(module.weight) for name, module in linears}
     del linears
     alive_when_packed: set[str] = set()
 
-    def pack_and_look(model: nn.Module, names: Iterable[str]) -> None:
-        pack_linears(model, names)
+    def pack_and_look(
+        model: nn.Module, samples: Mapping[str, torch.Tensor], *, kernel: bool
+    ) -> dict[str, type[nn.Module]]:
+        packed = pack_linears(model, samples, kernel=kernel)
         alive_when_packed.update(name for name, weight in weights.items() if weight() is not None)
+        return packed
 
     monkeypatch.setattr(passes, "pack_linears", pack_and_look)
-    apply_passes(model, config, merge=True, pack=True)
+    apply_passes(model, config, merge=True, pack=True, kernel=True)
     assert alive_when_packed == ({"lm_head"} if tied else set())
 
 
@@ -146,7 +222,7 @@ def test_no_weight_is_kept_beside_its_packed_form(tied: bool, tmp_path: Path, mo
 def test_packed_weights_leave_their_file(tmp_path: Path) -> None:
     model, config = load(make_tiny_model("llama", tmp_path))
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
-    apply_passes(model, config, merge=True, pack=True)
+    apply_passes(model, config, merge=True, pack=True, kernel=True)
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
@@ -281,22 +357,24 @@ def test_layers_that_do_not_go_together_are_not_merged() -> None:
 # Packing
 
 
-@needs_packing
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [(OnednnLinear, torch.float32), (OnednnLinear, torch.bfloat16), (KernelLinear, torch.bfloat16)],
+)
 @pytest.mark.parametrize("shape", [(1, 48), (1, 1, 48), (1, 17, 48), (3, 700, 48), (0, 48), (1, 0, 48)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_layers_give_what_they_gave(bias: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if not can_pack(dtype):
+def test_packed_layers_give_what_they_gave(
+    bias: bool, shape: tuple[int, ...], layer: type[nn.Module], dtype: torch.dtype
+) -> None:
+    if not layer.is_usable(dtype):
         pytest.skip(f"no packed weights of {dtype} here")
     linear = nn.Linear(48, 80, bias=bias, dtype=dtype)
     x = torch.randn(shape, dtype=dtype)
-    torch.testing.assert_close(
-        PackedLinear(linear)(x), linear(x), atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=0
-    )
+    torch.testing.assert_close(layer(linear)(x), linear(x), atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=0)
 
 
 @needs_packing
-def test_packed_layers_meet_few_numbers_of_rows() -> None:
+def test_onednn_meets_few_numbers_of_rows() -> None:
     sizes = [padded_rows(num_rows) for num_rows in range(2049)]
     assert sizes[:17] == [*range(17)]
     assert all(num_rows <= size <= num_rows * 9 / 8 for num_rows, size in enumerate(sizes))
@@ -305,7 +383,8 @@ def test_packed_layers_meet_few_numbers_of_rows() -> None:
     assert all(padded_rows(size) == size for size in sizes)
 
 
-def test_packed_layers_take_tensors_that_are_not_contiguous() -> None:
+@needs_packing
+def test_onednn_takes_tensors_that_are_not_contiguous() -> None:
     linear = nn.Linear(48, 80)
     x = torch.randn(2, 9, 96)[:, ::2, 24:72]
-    torch.testing.assert_close(PackedLinear(linear)(x), linear(x))
+    torch.testing.assert_close(OnednnLinear(linear)(x), linear(x))

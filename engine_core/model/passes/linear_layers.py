@@ -15,13 +15,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ReplaceableLinears:
-    """Paths of layers that a forward called with one tensor and did nothing else with, in the order of its modules.
+    """Layers, by path, that a forward called with one tensor and did nothing else with, in the order of its modules.
 
-    Those with the same number in `inputs` were given the very same tensor. A layer called more than once has none.
+    `samples` holds what each was first called with. Those with the same number in `inputs` were given the very same
+    tensor. A layer called more than once has none.
     """
 
-    names: list[str]
+    samples: dict[str, torch.Tensor]
     inputs: dict[str, int]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.samples)
 
     def groups(self) -> list[list[str]]:
         """Layers of one parent that read the same tensor: two or more each."""
@@ -53,7 +58,7 @@ def watch_linears(model: nn.Module, forward: Callable[[], Result]) -> tuple[Repl
     used = {name: layer for name, layer in watched.items() if layer.inputs and not layer.is_more_than_called}
     # The tensors are still there, so an id stands for one of them.
     inputs = {name: id(layer.inputs[0]) for name, layer in used.items() if len(layer.inputs) == 1}
-    return ReplaceableLinears(list(used), inputs), result
+    return ReplaceableLinears({name: layer.inputs[0] for name, layer in used.items()}, inputs), result
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:

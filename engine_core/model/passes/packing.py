@@ -1,61 +1,56 @@
-"""Weights of linear layers in the layout in which oneDNN computes: torch would bring them there on every call."""
+"""Weights of linear layers in the layout in which the CPU computes, brought there once and not on every call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from .linear_layers import replace
+from .packed_layers import KernelLinear, OnednnLinear
+
+# Shares of the output's norm. Adding up in another order stays far below them.
+_FLOAT32_TOLERANCE = 1e-4
+_HALF_PRECISION_TOLERANCE = 1e-2
 
 
-class PackedLinear(nn.Module):
-    """`linear`, computed by oneDNN from a weight in its own layout. The original is not kept."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self._bias = linear.bias
-        self._out_features = linear.out_features
-        self._compute = torch.ops.mkldnn._linear_pointwise.default
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() == 0:
-            return x.new_empty(*x.shape[:-1], self._out_features)
-        num_rows = x.numel() // x.shape[-1]
-        num_padding_rows = padded_rows(num_rows) - num_rows
-        if not num_padding_rows:
-            return self._compute(x, self._weight, self._bias, "none", [], "")
-        rows = nn.functional.pad(x.reshape(num_rows, -1), (0, 0, 0, num_padding_rows))
-        out = self._compute(rows, self._weight, self._bias, "none", [], "")
-        return out[:num_rows].reshape(*x.shape[:-1], self._out_features)
+def packed_layer(dtype: torch.dtype, *, kernel: bool) -> type[KernelLinear] | type[OnednnLinear] | None:
+    """What computes fastest here in packed weights of `dtype`; None if nothing does. `kernel` allows our own."""
+    if kernel and KernelLinear.is_usable(dtype):
+        return KernelLinear
+    return OnednnLinear if OnednnLinear.is_usable(dtype) else None
 
 
-def padded_rows(num_rows: int) -> int:
-    """`num_rows`, rounded up to one of a hundred sizes below 2,048: by an eighth at most, by a sixteenth beyond 256.
-
-    oneDNN generates code for each number of rows it meets, in about a millisecond, and keeps half a megabyte of it.
-    """
-    step = 1 << max(0, num_rows.bit_length() - (4 if num_rows <= 256 else 5))
-    return -(-num_rows // step) * step
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this CPU compute in packed weights of `dtype` without emulation."""
-    operators = ("_reorder_linear_weight", "_linear_pointwise")
-    if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.mkldnn, name) for name in operators):
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def pack_linears(model: nn.Module, names: Iterable[str]) -> None:
+def pack_linears(model: nn.Module, samples: Mapping[str, torch.Tensor], *, kernel: bool) -> dict[str, type[nn.Module]]:
     """Pack the `nn.Linear`s at these paths, one after the other, so that few weights exist twice at any time.
 
     An output head tied to the embeddings is packed too, as a copy: looking up embeddings needs the plain layout.
+    `samples` are tensors they were called with. Returns the paths of those that were packed, and what they are now.
+
+    Raises:
+        ArithmeticError: for its sample, a packed layer gives something else than before by more than rounding.
     """
-    for name in names:
-        replace(model, name, PackedLinear(model.get_submodule(name)))
+    packed: dict[str, type[nn.Module]] = {}
+    for name, sample in samples.items():
+        linear = model.get_submodule(name)
+        kind = packed_layer(linear.weight.dtype, kernel=kernel)
+        if kind is not None:
+            layer = kind(linear)
+            _compare(name, linear(sample), layer(sample))
+            replace(model, name, layer)
+            packed[name] = kind
+    return packed
+
+
+def _compare(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
+    # Here and not only in the model's logits: there, a model may have made anything of the last bit of a half.
+    tolerance = _FLOAT32_TOLERANCE if expected.dtype == torch.float32 else _HALF_PRECISION_TOLERANCE
+    norm = expected.float().norm().item()
+    difference = (actual.float() - expected.float()).norm().item()
+    # Written so that NaN is a difference.
+    if not difference <= tolerance * norm:
+        raise ArithmeticError(f"{name} differs by {difference:.2e} of {norm:.2e} in packed weights")
 
 
 def leave_weight_files(model: nn.Module) -> None:

@@ -1,0 +1,63 @@
+"""Linear layers whose weights lie as the CPU computes with them; the original weight is not kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kernels import linear as linear_kernel
+
+
+class KernelLinear(nn.Module):
+    """`linear`, which is in bfloat16, computed by Foreword's own kernel."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._weight = linear_kernel.pack_weight(linear.weight.detach(), linear.bias)
+
+    @staticmethod
+    def is_usable(dtype: torch.dtype) -> bool:
+        """Whether the kernel was built, and this CPU has its instructions."""
+        return dtype == torch.bfloat16 and linear_kernel.is_available()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_kernel.linear(x, self._weight)
+
+
+class OnednnLinear(nn.Module):
+    """`linear`, computed by oneDNN, which in torch would bring its weight into its own layout on every call."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self._bias = linear.bias
+        self._out_features = linear.out_features
+        self._compute = torch.ops.mkldnn._linear_pointwise.default
+
+    @staticmethod
+    def is_usable(dtype: torch.dtype) -> bool:
+        """Whether this build of torch and this CPU compute in packed weights of `dtype` without emulation."""
+        operators = ("_reorder_linear_weight", "_linear_pointwise")
+        if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.mkldnn, name) for name in operators):
+            return False
+        return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == 0:
+            return x.new_empty(*x.shape[:-1], self._out_features)
+        num_rows = x.numel() // x.shape[-1]
+        num_padding_rows = padded_rows(num_rows) - num_rows
+        if not num_padding_rows:
+            return self._compute(x, self._weight, self._bias, "none", [], "")
+        rows = nn.functional.pad(x.reshape(num_rows, -1), (0, 0, 0, num_padding_rows))
+        out = self._compute(rows, self._weight, self._bias, "none", [], "")
+        return out[:num_rows].reshape(*x.shape[:-1], self._out_features)
+
+
+def padded_rows(num_rows: int) -> int:
+    """`num_rows`, rounded up to one of a hundred sizes below 2,048: by an eighth at most, by a sixteenth beyond 256.
+
+    oneDNN generates code for each number of rows it meets, in about a millisecond, and keeps half a megabyte of it.
+    """
+    step = 1 << max(0, num_rows.bit_length() - (4 if num_rows <= 256 else 5))
+    return -(-num_rows // step) * step
