@@ -87,7 +87,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     await client.start()
-    announcement = asyncio.create_task(_announce(client, server, tokenizer, _url(listener)))
+    announcement = asyncio.create_task(_announce(client, server, tokenizer, _url(listener), needs_key=bool(api_keys)))
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -98,7 +98,9 @@ async def serve(
         prompts.close()
 
 
-async def _announce(client: EnginePool, server: uvicorn.Server, tokenizer: ModelTokenizer, url: str) -> None:
+async def _announce(
+    client: EnginePool, server: uvicorn.Server, tokenizer: ModelTokenizer, url: str, *, needs_key: bool
+) -> None:
     """Once, when a request would be answered: say so, with a line to paste."""
     await client.wait_ready()
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
@@ -108,9 +110,10 @@ async def _announce(client: EnginePool, server: uvicorn.Server, tokenizer: Model
         path, body = "/v1/completions", '{"prompt": "The capital of France is"}'
     else:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Who are you?"}]}'
+    authorization = " -H 'Authorization: Bearer KEY'" if needs_key else ""
     sys.stdout.write(
         f"\nReady. Documentation: {url}/docs\nTry it:\n\n"
-        f"curl {url}{path} -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"curl {url}{path}{authorization} -H 'Content-Type: application/json' -d '{body}'\n\n"
     )
     sys.stdout.flush()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +18,8 @@ import httpx
 import msgspec
 import pytest
 
-from frontend.http_config import EngineAddress, HttpConfig
+from frontend.api_key import api_key_environment
+from frontend.http_config import EngineAddress, HttpConfig, child_argv
 from tests.http_peers import http_process
 from tests.wire_peers import ROOT, private_endpoint, start_engine
 
@@ -138,3 +141,21 @@ def test_a_signal_before_uvicorn_listens_to_it_is_not_lost(tmp_path: Path, chat_
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines()[-1].endswith("http_stopped")
+
+
+@pytest.mark.parametrize("api_keys", [(), ("k3y",)])
+def test_the_line_to_paste_works(engine: str, chat_model_dir: Path, api_keys: tuple[str, ...]) -> None:
+    config = HttpConfig(engines=(EngineAddress(engine),), model_dir=str(chat_model_dir), model_names=("tiny",), port=0)
+    environment = os.environ | api_key_environment(api_keys)
+    with subprocess.Popen(child_argv(config), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = next(line for line in process.stdout if line.startswith("curl "))
+            assert not any(key in line for key in api_keys)
+            _, url, *options = shlex.split(line.replace("KEY", "k3y"))
+            given = list(zip(options[::2], options[1::2], strict=True))
+            headers = dict(value.split(": ", 1) for flag, value in given if flag == "-H")
+            body = json.loads(dict(given)["-d"]) | {"max_tokens": 1}
+            assert httpx.post(url, headers=headers, json=body, timeout=30).status_code == 200
+        finally:
+            process.kill()
