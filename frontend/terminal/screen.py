@@ -19,6 +19,8 @@ class Screen:
 
     def __init__(self) -> None:
         self._notes = Console(stderr=True, highlight=False)
+        # A locale may have no letter for what a model says; standard error knows what to do by itself.
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         self._is_terminal = sys.stdout.isatty()
         self._at_line_start = True
         self._reasoning = False

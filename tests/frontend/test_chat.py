@@ -141,6 +141,12 @@ def test_what_is_redirected_stays_as_it_came() -> None:
         assert piped("hi", "--url", url).stdout == "a\x1b[31m\x07b\n"
 
 
+def test_what_standard_output_cannot_spell_is_replaced() -> None:
+    with canned_server(answering(events(chunk("caf\u00e9 \u2014 yes\n", "stop")))) as url:
+        result = piped("hi", "--url", url, environment={"PYTHONIOENCODING": "ascii"})
+    assert (result.returncode, result.stdout) == (0, "caf? ? yes\n")
+
+
 @pytest.mark.parametrize(
     ("response", "said"),
     [
