@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_CONSECUTIVE_FAILED_STEPS = 3
+_SIGNALS_INTERVAL_S = 0.25
 
 
 class EngineCoreServer:
@@ -111,8 +112,12 @@ class EngineCoreServer:
         return True
 
     def _waiting_commands(self) -> Iterator[Command]:
-        if not self.engine.has_unfinished_requests():
-            yield self._commands.get()
+        # Of two signals in quick succession another thread may take both. Then nothing interrupts the waiting of this
+        # one, where alone their handlers can run.
+        while not self.engine.has_unfinished_requests():
+            with contextlib.suppress(Empty):
+                yield self._commands.get(timeout=_SIGNALS_INTERVAL_S)
+                break
         with contextlib.suppress(Empty):
             while True:
                 yield self._commands.get_nowait()
