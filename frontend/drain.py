@@ -36,6 +36,9 @@ class DrainingServer(uvicorn.Server):
             logger.warning("drain_timeout requests=%d", len(self.server_state.tasks))
             await self._end_requests()
             await asyncio.wait([stopped], timeout=_LAST_WORDS_S)
+        elif self.server_state.tasks:
+            # A second signal ended the waiting. They are still told why.
+            await self._end_requests()
         if not stopped.done():
             for connection in self.server_state.connections:
                 # To a request this looks as if its client had left: it ends quietly.

@@ -53,6 +53,16 @@ def endless(stream: bool) -> dict[str, object]:
     return {"prompt": [5], "max_tokens": 60_000, "ignore_eos": True, "stream": stream}
 
 
+async def accepts_connections(url: str) -> bool:
+    address = urlsplit(url)
+    try:
+        _, writer = await asyncio.open_connection(address.hostname, address.port)
+    except ConnectionError:
+        return False
+    writer.close()
+    return True
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_requests_that_take_too_long_are_told_and_end_properly(
     engine: str, chat_model_dir: Path, number: signal.Signals
@@ -90,6 +100,32 @@ async def test_requests_that_take_too_long_are_told_and_end_properly(
     assert "drain_timeout requests=2" in log
     assert "Traceback" not in log
     assert "ERROR" not in log
+
+
+async def test_requests_that_a_second_signal_ends_are_told_the_same(engine: str, chat_model_dir: Path) -> None:
+    config = HttpConfig(
+        engines=(EngineAddress(engine),),
+        model_dir=str(chat_model_dir),
+        model_names=("tiny",),
+        port=0,
+        drain_timeout_s=60,
+    )
+    with http_process(config) as (process, url):
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=30) as http,
+            http.stream("POST", "/v1/completions", json=endless(stream=True)) as streamed,
+        ):
+            events = streamed.aiter_lines()
+            await anext(events)
+            process.terminate()
+            # Until it has heard the first.
+            while await accepts_connections(url):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            *_, last = [line async for line in events if line]
+        process.communicate(timeout=30)
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is shutting down"
+    assert process.returncode == 0
 
 
 async def test_requests_that_end_in_time_are_not_disturbed(engine: str, chat_model_dir: Path) -> None:
