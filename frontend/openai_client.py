@@ -177,11 +177,13 @@ class OpenAIClient:
                     raise RefusedError(response.status_code, _reason(response, await _read(response)))
                 yield response
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise UnreachableError(f"no server answers at {self.url}: {error or 'timed out'}") from error
+            raise UnreachableError(f"no server answers at {self.url}: {str(error) or 'timed out'}") from error
         except httpx.TimeoutException as error:
             raise UnreachableError(f"the server said nothing for {self._silence_timeout_s:g} s") from error
         except (httpx.TransportError, httpx.DecodingError) as error:
-            raise BrokenAnswerError(f"the connection to the server broke: {error or type(error).__name__}") from error
+            raise BrokenAnswerError(
+                f"the connection to the server broke: {str(error) or type(error).__name__}"
+            ) from error
 
 
 class _Message(msgspec.Struct):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -116,6 +119,22 @@ async def test_an_answer_that_is_none(response: bytes, said: str) -> None:
     with pytest.raises(BrokenAnswerError) as error:
         await stream(response)
     assert said in str(error.value)
+
+
+async def test_a_connection_that_is_reset() -> None:
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        # At once, whatever is still under way.
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async with await asyncio.start_server(reset, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with client_of(f"http://{host}:{port}") as client:
+            with pytest.raises(BrokenAnswerError) as error:
+                await client.ask(BODY, Answer())
+    # The library has no words for it.
+    assert str(error.value) == "the connection to the server broke: ReadError"
 
 
 @pytest.mark.parametrize(
