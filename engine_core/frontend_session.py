@@ -63,7 +63,8 @@ class FrontendSession:
         for output in message.outputs:
             key = output.request_id, output.index
             before = self._last_outputs.get(key)
-            if before is not None and before.finish_reason is None:
+            # An end keeps its place: moved forward it would end the request before its other continuations' last words.
+            if before is not None and before.finish_reason is None and output.finish_reason is None:
                 before.absorb(output)
             else:
                 last.outputs.append(output)
