@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import secrets
+import socket
 import threading
 import time
 from collections import deque
@@ -139,9 +139,9 @@ class FrontendLink:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="frontend-link", daemon=True)
 
     def start(self) -> None:
@@ -153,7 +153,7 @@ class FrontendLink:
         self._wake()
 
     def drain(self) -> None:
-        """From now on refuse new requests, and tell every frontend so. From any thread or signal handler."""
+        """From now on refuse new requests, and tell every frontend so. From any thread or signal handler, any time."""
         self._drain_wanted = True
         self._wake()
 
@@ -162,25 +162,26 @@ class FrontendLink:
         self._stopping = True
         self._wake()
         self._thread.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wake_read.close()
+        self._wake_write.close()
 
     def _wake(self) -> None:
-        # A full pipe holds enough wake-ups.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"\0")
+        # Full, it holds enough wake-ups; closed, there is nobody to wake, though a signal may still ask for it.
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"\0")
 
     def _run(self) -> None:
         try:
             poller = zmq.Poller()
             poller.register(self._router, zmq.POLLIN)
-            poller.register(self._wake_read, zmq.POLLIN)
+            woken = self._wake_read.fileno()
+            poller.register(woken, zmq.POLLIN)
             if self._authorizer is not None:
                 poller.register(self._authorizer.socket, zmq.POLLIN)
             while not self._stopping:
                 events = dict(poller.poll(self._wait_ms()))
-                if self._wake_read in events:
-                    os.read(self._wake_read, 65536)
+                if woken in events:
+                    self._wake_read.recv(65536)
                 if self._authorizer is not None and self._authorizer.socket in events:
                     self._authorizer.answer()
                 if self._drain_wanted and not self._draining:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def waiting(*messages: EngineOutputs, max_merged_tokens: int = MAX_TOKENS) -> li
     return list(session.backlog)  # type: ignore[arg-type]
 
 
-def output(index: int, *token_ids: int, request_id: str = "r", **fields) -> RequestOutput:
+def output(index: int, *token_ids: int, request_id: str = "r", **fields: Any) -> RequestOutput:
     return RequestOutput(request_id, list(token_ids), index=index, **fields)
 
 

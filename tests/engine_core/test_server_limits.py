@@ -164,3 +164,11 @@ def test_a_stop_goes_before_a_drain(draining: Draining, connect: Connect) -> Non
     assert isinstance(frontend.receive(Goodbye), Goodbye)
     draining.thread.join(20)
     assert draining.exit_code == 0
+
+
+def test_a_signal_that_comes_when_all_is_over_does_nothing(draining: Draining) -> None:
+    draining.server.stop()
+    draining.thread.join(20)
+    draining.server.drain(60)
+    draining.server.stop()
+    assert draining.exit_code == 0
