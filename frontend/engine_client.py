@@ -215,7 +215,7 @@ class EngineClient:
         )
 
     def _ask(self, message: FrontendMessage) -> None:
-        if self.state != "ready" or self._session is None:
+        if not self.is_connected or self._session is None:
             raise EngineUnavailableError(self.down_reason)
         if not self._session.send(message):
             raise EngineUnavailableError("the engine does not keep up with taking messages")

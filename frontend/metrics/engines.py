@@ -143,7 +143,7 @@ class EngineCollector(Collector):
         usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all.")
         for engine, totals in zip(self._engines, self._totals, strict=True):
             labels = self._labels(engine)
-            is_up = engine.state == "ready"
+            is_up = engine.is_connected
             # An engine that is gone runs nothing.
             stats = totals.latest.stats if is_up and totals.latest is not None else None
             up.add_metric(labels, is_up)

@@ -50,6 +50,10 @@ class ScriptedEngine:
         self.num_restarts = 0
         self.drops = Drops()
 
+    @property
+    def is_connected(self) -> bool:
+        return self.state == "ready"
+
     async def stats(self, timeout_s: float) -> EngineSnapshot:
         raise EngineUnavailableError("this engine has no numbers")
 

@@ -15,12 +15,13 @@ from msgspec.structs import replace
 from prometheus_client import generate_latest
 
 from frontend.engine_calls import EngineSnapshot
+from frontend.engine_client import EngineClient
 from frontend.metrics import Metrics
 from frontend.metrics.engines import EngineTotals
 from ipc.stats import RESIDENCY_BOUNDS_S, STEP_TOKENS_BOUNDS, Durations, EngineStats
 from tests.frontend.http_stack import Scrape, Stack, http_stack
 from tests.frontend.scripted_engine import ScriptedEngine, says
-from tests.wire_peers import wait_until
+from tests.wire_peers import private_endpoint, request, running_server, wait_until
 
 # As the peer's documentation lists them, without what we do not have (sleep, flops, external and multimodal caches).
 GAUGES = {
@@ -291,6 +292,28 @@ def test_a_scrape_does_not_wait_for_an_engine_that_does_not_answer(stack: Stack)
     finally:
         stack.engine.send_signal(18)
     stack.wait_ready()
+
+
+async def test_an_engine_that_drains_is_still_counted(tmp_path: Path) -> None:
+    endpoint = private_endpoint(tmp_path)
+    with running_server(endpoint, step_s=0.01) as server:
+        client = EngineClient(endpoint)
+        metrics = Metrics([client], "tiny")
+        await client.start()
+        try:
+            await client.wait_ready(20)
+            async with client.submit(request("r", [5], 60_000)) as stream:
+                await anext(stream)
+                server.drain(60)
+                while client.state != "draining":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                before = server.engine.stats().generated_tokens
+                await metrics.refresh()
+                seen = Scrape(generate_latest(metrics.registry).decode())
+                assert (seen("engine_up"), seen("num_requests_running")) == (1, 1)
+                assert seen("engine_generated_tokens_total") >= before
+        finally:
+            await client.close()
 
 
 def test_totals_of_an_engine_never_seen_are_zero() -> None:
