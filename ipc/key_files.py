@@ -74,16 +74,17 @@ def load_public_key(path: Path) -> bytes:
 def load_public_keys(path: Path) -> frozenset[bytes]:
     """All public keys in `path`, a file, or in the `*.pub` files of `path`, a directory.
 
-    Raises KeyFileError; also where others can write to a file: they could add themselves.
+    Raises KeyFileError; also where others can write to a file or the directory: they could add themselves.
     """
-    files = sorted(path.glob("*.pub")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        _check_mode(path, path.stat(), 0o022, "write to it (run: chmod go-w")
+        files = sorted(path.glob("*.pub"))
     return frozenset(key for file in files for key in _read(file, _PUBLIC, forbidden_mode=0o022))
 
 
 def _read(path: Path, kind: str, *, forbidden_mode: int) -> list[bytes]:
-    """The keys of `kind`. What the mode forbids our own files to allow, others' files may still allow their group:
-    a system that hands out keys does that.
-    """
+    """The keys of `kind`."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -91,10 +92,7 @@ def _read(path: Path, kind: str, *, forbidden_mode: int) -> list[bytes]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not text"
         raise KeyFileError(f"the key file {path} cannot be read: {reason}") from error
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & (forbidden_mode if status.st_uid == os.geteuid() else forbidden_mode & 0o007):
-        what = "read it" if kind == _SECRET else "write to it"
-        raise KeyFileError(f"{path} has mode {mode:04o}: others can {what} (run: chmod 600 {path})")
+    _check_mode(path, status, forbidden_mode, f"{'read' if kind == _SECRET else 'write to'} it (run: chmod 600")
     keys: list[bytes] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
@@ -104,6 +102,13 @@ def _read(path: Path, kind: str, *, forbidden_mode: int) -> list[bytes]:
             raise KeyFileError(f"{path}, line {number}: a line '{kind} KEY' was expected")
         keys.append(_checked(words[1], path, number))
     return keys
+
+
+def _check_mode(path: Path, status: os.stat_result, forbidden_mode: int, complaint: str) -> None:
+    """What our own files may not allow, others' may still allow their group: a system that hands out keys does that."""
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & (forbidden_mode if status.st_uid == os.geteuid() else forbidden_mode & 0o007):
+        raise KeyFileError(f"{path} has mode {mode:04o}: others can {complaint} {path})")
 
 
 def _checked(text: str, path: Path, line_number: int) -> bytes:

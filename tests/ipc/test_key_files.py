@@ -56,6 +56,15 @@ def test_a_list_that_others_can_extend_is_none(directory: Path) -> None:
             load(directory / "client.pub")
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_directory_that_others_can_add_to_lists_nobody(directory: Path, mode: int) -> None:
+    directory.chmod(mode)
+    with pytest.raises(KeyFileError, match=f"mode {mode:04o}: others can write to it"):
+        load_public_keys(directory)
+    directory.chmod(0o755)
+    assert len(load_public_keys(directory)) == 2
+
+
 def test_many_public_keys_in_a_file_or_a_directory(directory: Path) -> None:
     engine, client = (load_public_key(directory / f"{name}.pub") for name in ("engine", "client"))
     assert load_public_keys(directory) == {engine, client}
