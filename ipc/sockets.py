@@ -8,6 +8,7 @@ EHOSTUNREACH when it is gone).
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -60,7 +61,7 @@ def check_listenable(endpoint: str, *, keys: EngineKeys | None = None, insecure:
     check_endpoint(endpoint)
     check_security(endpoint, has_keys=keys is not None, insecure=insecure)
     if not is_tcp(endpoint):
-        check_private(socket_path(endpoint).parent)
+        _check_free(socket_path(endpoint))
         return
     address = tcp_address(endpoint)
     host = "" if address.host == "*" else address.host
@@ -69,6 +70,21 @@ def check_listenable(endpoint: str, *, keys: EngineKeys | None = None, insecure:
         socket.create_server((host, address.port), family=family).close()
     except OSError as error:
         raise OSError(error.errno, f"cannot listen at {endpoint}: {error.strerror or error}") from error
+
+
+def _check_free(path: Path) -> None:
+    """Raises PermissionError if others can enter the directory, OSError if somebody listens at `path`."""
+    check_private(path.parent)
+    # ZeroMQ takes the place of an engine that listens there; nobody would find it any more, and it would not know.
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except BlockingIOError:
+            pass  # there is one, with more callers than it has come to yet
+    raise OSError(errno.EADDRINUSE, f"cannot listen at ipc://{path}: another engine does")
 
 
 def bind_router(
@@ -87,7 +103,7 @@ def bind_router(
     check_endpoint(endpoint)
     check_security(endpoint, has_keys=keys is not None, insecure=insecure)
     if not is_tcp(endpoint):
-        check_private(socket_path(endpoint).parent)
+        _check_free(socket_path(endpoint))
     router = _socket(context, zmq.ROUTER, endpoint, queue_messages)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:

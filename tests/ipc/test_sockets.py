@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ipc.sockets import bind_router, check_private, make_dealer, make_private_directory, peer_name, socket_path
+from ipc.sockets import (
+    bind_router,
+    check_listenable,
+    check_private,
+    make_dealer,
+    make_private_directory,
+    peer_name,
+    socket_path,
+)
 
 
 @pytest.fixture
@@ -40,6 +49,26 @@ def test_no_socket_is_bound_where_others_can_enter(
     tmp_path.chmod(0o700)
     bind_router(context, f"ipc://{tmp_path}/engine")
     assert (tmp_path / "engine").is_socket()
+
+
+def test_the_place_of_a_living_engine_is_not_taken_but_that_of_a_dead_one_is(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    tmp_path.chmod(0o700)
+    endpoint = f"ipc://{tmp_path}/engine"
+    check_listenable(endpoint)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "engine"))
+    check_listenable(endpoint)
+    router = bind_router(context, endpoint)
+    for listen in (check_listenable, lambda endpoint: bind_router(context, endpoint)):
+        with pytest.raises(OSError, match="another engine does") as caught:
+            listen(endpoint)
+        assert caught.value.errno == errno.EADDRINUSE
+    dealer = make_dealer(context, endpoint)
+    dealer.connect(endpoint)
+    dealer.send(b"hello")
+    assert router.recv_multipart()[1:] == [b"hello"]
 
 
 def test_a_link_to_a_private_directory_is_not_one(tmp_path: Path) -> None:
