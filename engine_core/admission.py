@@ -31,6 +31,7 @@ class AdmissionGate:
 
     A request that finds a free seat is let in, whatever its size. Otherwise it would wait, and is let in if the
     sequences that wait beyond what free seats admit at once, and their prompt tokens, stay within the limits with it.
+    No seat is free while the first in the queue cannot take one for want of KV blocks.
     """
 
     def __init__(
@@ -51,8 +52,12 @@ class AdmissionGate:
         """Raises EngineOverloadedError if `request` must not be added now."""
         if self._max_num_requests is None and self._max_num_tokens is None:
             return
+        if not self._scheduler.requests:
+            # How long nothing was to be done does not tell how fast the queue moves.
+            self._departures.clear()
+            self._departures.append(self._now())
         waiting = self._scheduler.waiting
-        num_free_seats = self._scheduler.max_num_seqs - len(self._scheduler.running)
+        num_free_seats = self._scheduler.num_open_seats
         if waiting.num_sequences < num_free_seats:
             return
         queued = waiting.num_sequences - num_free_seats + num_sequences(request)

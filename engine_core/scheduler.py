@@ -166,12 +166,23 @@ class Scheduler:
                 index += 1
         return budget
 
+    @property
+    def num_open_seats(self) -> int:
+        """How many sequences could join those that run; none while the first that waits is known to lack blocks."""
+        return 0 if self._first_still_lacks_room() else self.max_num_seqs - len(self.running)
+
+    def _first_still_lacks_room(self) -> bool:
+        return bool(self.waiting) and self.kv.still_lacks_room(self.waiting.peek(), self._num_spare_blocks)
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        return self.num_watermark_blocks if self.running else 0
+
     def _admit_waiting(self, step: Step, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting.peek()
-            num_spare_blocks = self.num_watermark_blocks if self.running else 0
-            if self.kv.still_lacks_room(request, num_spare_blocks):
+            if self._first_still_lacks_room():
                 return
+            request = self.waiting.peek()
             hit = self._find_hit(request)
             num_tokens = self._chunk(request, hit.num_tokens, budget)
             if not self.enable_chunked_prefill and hit.num_tokens + num_tokens < request.num_tokens:
@@ -181,7 +192,7 @@ class Scheduler:
                 num_tokens,
                 hit,
                 reserve_full_sequence=self.reserve_full_sequence,
-                num_spare_blocks=num_spare_blocks,
+                num_spare_blocks=self._num_spare_blocks,
             )
             if allocated is None:
                 return

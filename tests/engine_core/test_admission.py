@@ -132,6 +132,19 @@ def test_the_preempted_are_not_refused_but_counted():
     assert len(run(engine)) == 3
 
 
+def test_seats_that_nobody_can_take_for_want_of_blocks_are_not_free():
+    engine = make_engine(num_blocks=8, max_num_seqs=100, max_num_queued_requests=2)
+    # One holds all blocks but one; the next needs two.
+    add(engine, 1, num_prompt_tokens=7 * B - 1, max_tokens=2)
+    add(engine, 1, num_prompt_tokens=2 * B - 1, max_tokens=1, read_prefix_cache=False)
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
+    add(engine, 1)
+    assert str(refusal(engine)).startswith("3 requests would wait, at most 2 may")
+    run(engine)
+    add(engine, 100)
+
+
 def test_priority_does_not_get_past_a_full_queue():
     engine = make_engine(max_num_seqs=1, max_num_queued_requests=1, scheduling_policy="priority")
     add(engine, 2, priority=5)
@@ -191,6 +204,14 @@ class TestRetryAfter:
         engine, _ = self.make(max_num_queued_requests=0)
         add(engine, 1)
         assert refusal(engine).retry_after_s == 30.0
+
+    def test_a_time_without_requests_does_not_count(self):
+        engine, now_s = self.make(max_num_queued_requests=10)
+        now_s[0] += 3600.0
+        add(engine, 1 + 10, max_tokens=1)
+        self.pass_time(engine, now_s, steps=5, step_s=4.0)
+        add(engine, 5, max_tokens=1)
+        assert refusal(engine).retry_after_s == pytest.approx(4.0)
 
     def test_only_the_recent_past_counts(self):
         engine, now_s = self.make(max_num_queued_requests=100)
