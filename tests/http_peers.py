@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import IO
 
 import httpx
 import msgspec
@@ -15,9 +17,18 @@ from tests.wire_peers import ROOT, free_tcp_endpoint, wait_until
 
 
 @contextmanager
-def http_process(config: HttpConfig) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yields the process and its URL, once there is an engine."""
-    process = subprocess.Popen(child_argv(config), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def http_process(
+    config: HttpConfig, *, log: IO[bytes] | int = subprocess.PIPE, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yields the process and its URL, once there is an engine. `log` gets its standard error."""
+    process = subprocess.Popen(
+        child_argv(config),
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+    )
     with process:
         try:
             assert process.stdout is not None

@@ -157,3 +157,6 @@ class BareFrontend:
                 if len(last) == len(request_ids):
                     break
         return {request_id: (tokens[request_id], last[request_id]) for request_id in request_ids}
+
+
+Connect = Callable[..., BareFrontend]

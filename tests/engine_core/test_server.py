@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 import pytest
-import zmq
 
 from engine_core.config import EngineConfig
 from engine_core.engine import EngineCore
@@ -34,24 +32,10 @@ from ipc.messages import (
 )
 from tests.fake_runner import FakeRunner, continuation
 from tests.mutations import mutate
-from tests.wire_peers import FAST, BareFrontend, is_idle, private_endpoint, running_server, wait_until
-
-Connect = Callable[..., BareFrontend]
+from tests.wire_peers import FAST, Connect, is_idle, running_server, wait_until
 
 # Sessions that end do so for another reason than silence.
 PATIENT = LinkSettings(heartbeat_interval_s=0.1, frontend_timeout_s=300.0)
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return private_endpoint(tmp_path)
-
-
-@pytest.fixture
-def connect(endpoint: str) -> Iterator[Connect]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield lambda **options: BareFrontend(context, endpoint, **options)
-    context.destroy(linger=0)
 
 
 def test_the_handshake_tells_capabilities_and_epoch(endpoint: str, connect: Connect) -> None:

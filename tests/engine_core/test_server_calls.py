@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-import pytest
-import zmq
 
 from ipc.messages import GetStats, Goodbye, PrefixCacheWasReset, ResetPrefixCache, Stats
 from ipc.stats import PrefixCacheReset
-from tests.wire_peers import BareFrontend, is_idle, private_endpoint, running_server, wait_until
+from tests.wire_peers import BareFrontend, Connect, is_idle, running_server, wait_until
 
-Connect = Callable[[], BareFrontend]
 BLOCK_SIZE = 16
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return private_endpoint(tmp_path)
-
-
-@pytest.fixture
-def connect(endpoint: str) -> Iterator[Connect]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
-    def connected() -> BareFrontend:
-        frontend = BareFrontend(context, endpoint)
-        frontend.hello()
-        return frontend
-
-    yield connected
-    context.destroy(linger=0)
 
 
 def ask_stats(frontend: BareFrontend, call_id: int = 1) -> Stats:
@@ -49,9 +25,9 @@ def reset(frontend: BareFrontend, *, reset_running_requests: bool = False) -> Pr
     return answer.result
 
 
-def test_stats_hold_what_the_last_output_tells(endpoint: str, connect: Connect) -> None:
+def test_stats_hold_what_the_last_output_tells(endpoint: str, join: Connect) -> None:
     with running_server(endpoint):
-        frontend = connect()
+        frontend = join()
         for n in range(3):
             frontend.add(f"r{n}", [5] * 40, 10)
             frontend.finish(f"r{n}")
@@ -64,9 +40,9 @@ def test_stats_hold_what_the_last_output_tells(endpoint: str, connect: Connect) 
         assert stats.computed_tokens == 40 + 2 * 8 + 27
 
 
-def test_stats_are_answered_during_a_long_step(endpoint: str, connect: Connect) -> None:
+def test_stats_are_answered_during_a_long_step(endpoint: str, join: Connect) -> None:
     with running_server(endpoint, step_s=1.0) as server:
-        frontend = connect()
+        frontend = join()
         frontend.add("r", [5], 2)
         wait_until(lambda: server.engine.stats().num_running)
         for n in range(20):
@@ -75,16 +51,16 @@ def test_stats_are_answered_during_a_long_step(endpoint: str, connect: Connect) 
         assert frontend.finish("r")["r"][1].finish_reason == "length"
 
 
-def test_stats_count_what_was_dropped(endpoint: str, connect: Connect) -> None:
+def test_stats_count_what_was_dropped(endpoint: str, join: Connect) -> None:
     with running_server(endpoint):
-        frontend = connect()
+        frontend = join()
         frontend.send(GetStats(1), epoch=frontend.epoch ^ 1)
         assert ask_stats(frontend).dropped_messages == {"stale_epoch": 1}
 
 
-def test_a_reset_forgets_every_prefix(endpoint: str, connect: Connect) -> None:
+def test_a_reset_forgets_every_prefix(endpoint: str, join: Connect) -> None:
     with running_server(endpoint) as server:
-        frontend = connect()
+        frontend = join()
         frontend.add("r", [5] * 3 * BLOCK_SIZE, 2)
         frontend.finish("r")
         assert reset(frontend) == PrefixCacheReset(num_dropped_blocks=3, num_blocks_in_use=0)
@@ -94,9 +70,9 @@ def test_a_reset_forgets_every_prefix(endpoint: str, connect: Connect) -> None:
         wait_until(lambda: is_idle(server.engine))
 
 
-def test_a_reset_beside_running_requests_says_what_they_hold_or_preempts_them(endpoint: str, connect: Connect) -> None:
+def test_a_reset_beside_running_requests_says_what_they_hold_or_preempts_them(endpoint: str, join: Connect) -> None:
     with running_server(endpoint, step_s=0.01) as server:
-        frontend = connect()
+        frontend = join()
         frontend.add("r", [5] * 3 * BLOCK_SIZE, 60)
         next(frontend.outputs())
         refused = reset(frontend)
@@ -109,9 +85,9 @@ def test_a_reset_beside_running_requests_says_what_they_hold_or_preempts_them(en
         wait_until(lambda: is_idle(server.engine))
 
 
-def test_the_answer_to_a_frontend_that_left_is_not_kept(endpoint: str, connect: Connect) -> None:
+def test_the_answer_to_a_frontend_that_left_is_not_kept(endpoint: str, join: Connect) -> None:
     with running_server(endpoint, step_s=0.2) as server:
-        leaves, stays = connect(), connect()
+        leaves, stays = join(), join()
         stays.add("r", [5], 3)
         wait_until(lambda: server.engine.stats().num_running)
         leaves.send(ResetPrefixCache(7))
@@ -121,9 +97,9 @@ def test_the_answer_to_a_frontend_that_left_is_not_kept(endpoint: str, connect: 
         assert leaves.receive(PrefixCacheWasReset, timeout_s=0.2) is None
 
 
-def test_the_first_and_the_last_output_tell_where_the_time_went(endpoint: str, connect: Connect) -> None:
+def test_the_first_and_the_last_output_tell_where_the_time_went(endpoint: str, join: Connect) -> None:
     with running_server(endpoint, step_s=0.05):
-        frontend = connect()
+        frontend = join()
         started_s = time.monotonic()
         frontend.add("first", [5], 4)
         outputs = []

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-import zmq
 
 from engine_core.config import EngineConfig
 from engine_core.engine import EngineCore
 from engine_core.server import EngineCoreServer
 from ipc.messages import EngineOutputs, Goodbye, Heartbeat, RequestError
 from tests.fake_runner import FakeRunner, continuation
-from tests.wire_peers import FAST, BareFrontend, is_idle, private_endpoint, running_server, wait_until
-
-Connect = Callable[[], BareFrontend]
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return private_endpoint(tmp_path)
-
-
-@pytest.fixture
-def connect(endpoint: str) -> Iterator[Connect]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
-    def connected() -> BareFrontend:
-        frontend = BareFrontend(context, endpoint)
-        frontend.hello()
-        return frontend
-
-    yield connected
-    context.destroy(linger=0)
+from tests.wire_peers import FAST, BareFrontend, Connect, is_idle, running_server, wait_until
 
 
 def error_of(frontend: BareFrontend, request_id: str) -> RequestError:
@@ -48,10 +26,10 @@ def heartbeat(frontend: BareFrontend, wanted: Heartbeat) -> None:
         pass
 
 
-def test_frontends_share_the_queue_and_the_refused_are_told_why(endpoint: str, connect: Connect) -> None:
+def test_frontends_share_the_queue_and_the_refused_are_told_why(endpoint: str, join: Connect) -> None:
     engine = EngineCore(EngineConfig(max_num_seqs=1, max_num_queued_requests=1), FakeRunner(step_s=0.01))
     with running_server(endpoint, engine=engine):
-        first, second = connect(), connect()
+        first, second = join(), join()
         first.add("runs", [1], 50)
         first.add("waits", [2], 5)
         wait_until(lambda: engine.stats().num_running == engine.stats().num_waiting == 1)
@@ -66,9 +44,9 @@ def test_frontends_share_the_queue_and_the_refused_are_told_why(endpoint: str, c
         wait_until(lambda: is_idle(engine))
 
 
-def test_frontends_hear_how_much_there_is_of_others(endpoint: str, connect: Connect) -> None:
+def test_frontends_hear_how_much_there_is_of_others(endpoint: str, join: Connect) -> None:
     with running_server(endpoint, step_s=0.01):
-        first, second = connect(), connect()
+        first, second = join(), join()
         for n in range(3):
             first.add(f"r{n}", [n + 1], 60_000)
         heartbeat(second, Heartbeat(3))
@@ -78,7 +56,7 @@ def test_frontends_hear_how_much_there_is_of_others(endpoint: str, connect: Conn
         first.send(Goodbye())
         heartbeat(second, Heartbeat(0))
         # Who comes later hears it at once.
-        third = connect()
+        third = join()
         assert third.receive(Heartbeat) == Heartbeat(1)
 
 
@@ -104,8 +82,8 @@ def draining(endpoint: str) -> Iterator[Draining]:
     draining.thread.join()
 
 
-def test_what_runs_and_what_waits_is_finished_before_the_engine_ends(draining: Draining, connect: Connect) -> None:
-    frontend = connect()
+def test_what_runs_and_what_waits_is_finished_before_the_engine_ends(draining: Draining, join: Connect) -> None:
+    frontend = join()
     for n in range(100):  # more than have seats
         frontend.add(f"r{n}", [n + 1], 40)
     frontend.receive(EngineOutputs)
@@ -120,15 +98,15 @@ def test_what_runs_and_what_waits_is_finished_before_the_engine_ends(draining: D
     assert draining.engine.stats().generated_tokens == 100 * 40
 
 
-def test_new_requests_are_refused_also_from_newcomers(draining: Draining, connect: Connect) -> None:
-    frontend = connect()
+def test_new_requests_are_refused_also_from_newcomers(draining: Draining, join: Connect) -> None:
+    frontend = join()
     frontend.add("runs", [1], 200)
     frontend.receive(EngineOutputs)
     draining.server.drain(60)
     frontend.add("late", [2], 5)
     error = error_of(frontend, "late")
     assert (error.code, error.reason) == ("overloaded", "draining")
-    newcomer = connect()
+    newcomer = join()
     assert newcomer.receive(Heartbeat) == Heartbeat(1, is_draining=True)
     newcomer.add("late", [2], 5)
     assert error_of(newcomer, "late").reason == "draining"
@@ -137,16 +115,16 @@ def test_new_requests_are_refused_also_from_newcomers(draining: Draining, connec
     assert draining.exit_code == 0
 
 
-def test_an_idle_engine_ends_at_once(draining: Draining, connect: Connect) -> None:
-    frontend = connect()
+def test_an_idle_engine_ends_at_once(draining: Draining, join: Connect) -> None:
+    frontend = join()
     draining.server.drain(3600)
     assert isinstance(frontend.receive(Goodbye), Goodbye)
     draining.thread.join(20)
     assert draining.exit_code == 0
 
 
-def test_patience_has_an_end(draining: Draining, connect: Connect) -> None:
-    frontend = connect()
+def test_patience_has_an_end(draining: Draining, join: Connect) -> None:
+    frontend = join()
     frontend.add("endless", [1], 60_000)
     frontend.receive(EngineOutputs)
     draining.server.drain(0.2)
@@ -155,8 +133,8 @@ def test_patience_has_an_end(draining: Draining, connect: Connect) -> None:
     assert draining.exit_code == 0
 
 
-def test_a_stop_goes_before_a_drain(draining: Draining, connect: Connect) -> None:
-    frontend = connect()
+def test_a_stop_goes_before_a_drain(draining: Draining, join: Connect) -> None:
+    frontend = join()
     frontend.add("endless", [1], 60_000)
     frontend.receive(EngineOutputs)
     draining.server.drain(3600)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +11,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend.http_config import EngineAddress, HttpConfig, child_argv
-from tests.wire_peers import ROOT, private_endpoint, wait_until
+from frontend.http_config import EngineAddress, HttpConfig
+from tests.http_peers import http_process
+from tests.wire_peers import private_endpoint, start_engine, wait_until
 
 MODEL_NAME = "tiny"
 # (name, labels besides model_name, engine and le)
@@ -41,34 +38,23 @@ class Scrape:
 
 
 class Stack:
-    def __init__(self, url: str, endpoint: str, log: Path, num_blocks: int) -> None:
-        self.http = httpx.Client(base_url=url, timeout=60)
-        self.url = url
-        self.engine: subprocess.Popen[bytes] | None = None
+    """`engine` is running from the start; `url` and `http` are there once requests are answered."""
+
+    url: str
+    http: httpx.Client
+
+    def __init__(self, endpoint: str, log: Path, *engine_options: str) -> None:
         self._endpoint = endpoint
         self._log = log
-        self._num_blocks = num_blocks
+        self._engine_options = engine_options
+        self.start_engine()
 
-    def start_engine(self, *options: str) -> None:
-        self.engine = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.fake_engine",
-                self._endpoint,
-                "--num-blocks",
-                str(self._num_blocks),
-                *options,
-            ],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    def start_engine(self) -> None:
+        self.engine = start_engine(self._endpoint, 0.0, *self._engine_options)
 
     def kill_engine(self) -> None:
-        if self.engine is not None:
-            self.engine.kill()
-            self.engine.wait()
+        self.engine.kill()
+        self.engine.wait()
 
     def wait_ready(self) -> None:
         wait_until(lambda: self.http.get("/health").status_code == 200)
@@ -96,27 +82,13 @@ def http_stack(
     config = HttpConfig(
         engines=(EngineAddress(endpoint),), model_dir=str(model_dir), model_names=(MODEL_NAME,), port=0, **settings
     )
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(
-            child_argv(config),
-            cwd=ROOT,
-            env=os.environ | {"FOREWORD_LOG_FORMAT": "json"},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-    stack = None
-    with process:
-        try:
-            stack = Stack("http://unknown", endpoint, directory / "log", num_blocks)
-            stack.start_engine(*engine_options)
-            assert process.stdout is not None
-            urls = (re.match(r"curl (http://[^/]+)/v1/", line) for line in process.stdout)
-            stack.url = next(url[1] for url in urls if url)
-            stack.http = httpx.Client(base_url=stack.url, timeout=60)
+    stack = Stack(endpoint, directory / "log", "--num-blocks", str(num_blocks), *engine_options)
+    try:
+        with (
+            (directory / "log").open("wb") as log,
+            http_process(config, log=log, environment={"FOREWORD_LOG_FORMAT": "json"}) as (_, stack.url),
+            httpx.Client(base_url=stack.url, timeout=60) as stack.http,
+        ):
             yield stack
-        finally:
-            if stack is not None:
-                stack.kill_engine()
-                stack.http.close()
-            process.kill()
+    finally:
+        stack.kill_engine()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import socket
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,11 +18,12 @@ import psutil
 import pytest
 
 from frontend.detokenizer import detokenizer_factory
-from frontend.http_config import EngineAddress, HttpConfig, child_argv
+from frontend.http_config import EngineAddress, HttpConfig
 from frontend.prompt.tokenizer import ModelTokenizer
 from ipc.process import raise_open_files_limit
 from tests.fake_runner import continuation
-from tests.wire_peers import ROOT, private_endpoint, start_engine
+from tests.http_peers import http_process
+from tests.wire_peers import private_endpoint, start_engine
 
 NUM_TOKENS = 25
 NUM_STALLED_STREAMS = 12
@@ -43,19 +42,6 @@ class Stack:
     processes: tuple[psutil.Process, ...]
 
 
-@contextmanager
-def http_process(config: HttpConfig) -> Iterator[tuple[str, psutil.Process]]:
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(child_argv(config), cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-        with process:
-            try:
-                assert process.stdout is not None
-                urls = (re.match(r"curl (http://[^/]+)/v1/", line) for line in process.stdout)
-                yield next(url[1] for url in urls if url), psutil.Process(process.pid)
-            finally:
-                process.kill()
-
-
 @pytest.fixture
 def stack(tmp_path: Path, chat_model_dir: Path) -> Iterator[Stack]:
     raise_open_files_limit()
@@ -66,8 +52,9 @@ def stack(tmp_path: Path, chat_model_dir: Path) -> Iterator[Stack]:
     )
     try:
         with ExitStack() as processes:
-            (first, one), (second, two) = (processes.enter_context(http_process(config)) for _ in range(2))
-            yield Stack((first, second), (psutil.Process(engine.pid), one, two))
+            log = processes.enter_context(tempfile.TemporaryFile())
+            (one, first), (two, second) = (processes.enter_context(http_process(config, log=log)) for _ in range(2))
+            yield Stack((first, second), tuple(psutil.Process(process.pid) for process in (engine, one, two)))
     finally:
         engine.terminate()
         engine.wait()
