@@ -27,7 +27,7 @@ class EngineCore:
     """Runs many requests on one model, sharing the KV cache of their common prefixes.
 
     Call `add_request` whenever you like and `step` while `has_unfinished_requests`. One thread at a time, except
-    `prepare_request`, which any thread may call at any time.
+    `prepare_request` and `stats`, which any thread may call at any time.
 
     Args:
         config: see `EngineConfig`.
