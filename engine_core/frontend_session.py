@@ -82,9 +82,13 @@ class FrontendSession:
 
 
 def _weight(output: RequestOutput) -> int:
-    """About how many tokens there are in it, those that are only reported included."""
+    """About how many tokens there are in it, those that are only reported included; what an error says weighs more.
+
+    A frontend can cause any number of errors, with ids as long as it likes: they must not all join one message.
+    """
     reported = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
-    return 1 + len(output.new_token_ids) + sum(1 + len(entry.top) for entry in reported if entry is not None)
+    said = 0 if output.error is None else len(output.request_id) + len(output.error.message)
+    return 1 + said + len(output.new_token_ids) + sum(1 + len(entry.top) for entry in reported if entry is not None)
 
 
 def send(

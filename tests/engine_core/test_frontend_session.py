@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine_core.frontend_session import FrontendSession
-from ipc.messages import EngineOutputs, RequestOutput, Stats
+from ipc.messages import EngineOutputs, RequestError, RequestOutput, Stats
 
 MAX_TOKENS = 64
 
@@ -61,6 +61,16 @@ def test_messages_keep_their_order_and_their_size() -> None:
     first, second, *rest = session.backlog
     assert isinstance(first, EngineOutputs) and second is answer
     assert [len(o.new_token_ids) for m in rest for o in m.outputs] == [32, 32, 32, 4]  # type: ignore[union-attr]
+
+
+def test_refusals_do_not_grow_into_one_message() -> None:
+    refused = RequestError("invalid", "not here")
+    ids = [str(n) * 50 for n in range(10)]
+    messages = waiting(
+        *(EngineOutputs([RequestOutput(own_id, [], finish_reason="error", error=refused)]) for own_id in ids)
+    )
+    assert [output.request_id for message in messages for output in message.outputs] == ids
+    assert len(messages) == len(ids)
 
 
 @pytest.mark.parametrize("seed", range(20))

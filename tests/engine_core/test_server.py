@@ -258,7 +258,7 @@ def test_a_frontend_that_reads_late_keeps_up_in_larger_messages(endpoint: str, c
 
 
 def test_a_frontend_that_sends_without_end_and_never_reads_is_given_up(endpoint: str, connect: Connect) -> None:
-    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=20, max_merged_tokens=0)
+    settings = LinkSettings(heartbeat_interval_s=0.1, queue_messages=4, max_backlog_messages=20)
     with running_server(endpoint, settings=settings) as server:
         rude = connect(queue_messages=4)
         rude.hello()
