@@ -77,9 +77,12 @@ def load_public_keys(path: Path) -> frozenset[bytes]:
     Raises KeyFileError; also where others can write to a file or the directory: they could add themselves.
     """
     files = [path]
-    if path.is_dir():
-        _check_mode(path, path.stat(), 0o022, "write to it (run: chmod go-w")
-        files = sorted(path.glob("*.pub"))
+    try:
+        if path.is_dir():
+            _check_mode(path, path.stat(), 0o022, "write to it (run: chmod go-w")
+            files = sorted(path.glob("*.pub"))
+    except OSError as error:
+        raise KeyFileError(f"the directory {path} cannot be read: {error.strerror}") from error
     return frozenset(key for file in files for key in _read(file, _PUBLIC, forbidden_mode=0o022))
 
 
