@@ -75,10 +75,10 @@ class RequestStream:
 
         The others run on; without any left, the request is aborted.
         """
+        self._pending.pop(index, None)
         if index not in self._unfinished:
             return
         self._unfinished.discard(index)
-        self._pending.pop(index, None)
         if self._unfinished:
             self._client.abort_continuation(self.request_id, index)
         else:

@@ -161,6 +161,17 @@ async def test_a_stream_ends_by_its_own_count(tmp_path: Path) -> None:
         await client.close()
 
 
+async def test_of_an_aborted_continuation_comes_nothing_not_even_an_end_that_has_arrived(client: EngineClient) -> None:
+    async with client.submit(request(2)) as stream:
+        while (await anext(stream)).index != 1:
+            pass
+        async with asyncio.timeout(20):
+            while client.num_in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        stream.abort_continuation(1)
+        assert {output.index async for output in stream} == {0}
+
+
 @pytest.mark.parametrize("num_deltas", [0, 1, 2, 7, 30])
 async def test_leaving_early_leaves_nothing(server: EngineCoreServer, client: EngineClient, num_deltas: int) -> None:
     generations = [generated(client, request(4, f"r{i}"), [expected(1)[3:5]]) for i in range(num_deltas % 3 + 1)]
