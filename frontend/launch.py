@@ -69,7 +69,7 @@ class SupervisionPolicy:
     max_delay_s: float = 10.0
     stuck_timeout_s: float = 30.0
     stop_timeout_s: float = 10.0
-    hurry_timeout_s: float = 1.0
+    hurry_timeout_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
