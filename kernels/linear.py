@@ -1,20 +1,19 @@
 """Linear layers in bfloat16 on CPUs with AVX512-BF16: `linear.c`, for any number of rows.
 
-The library is compiled when Foreword is installed; without a compiler it is simply missing (`is_available`). It is not
-linked with an OpenMP runtime but uses the one that torch has loaded, and thereby torch's threads: two runtimes would
-each keep threads of their own spinning on the same cores.
+Where it was not compiled it is missing (`is_available`, `compiled.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from .compiled import load
 
 # As in linear.c.
 _PANEL_OUTPUTS = 32
@@ -86,14 +85,8 @@ def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
 @functools.cache
 def _compiled() -> Callable[..., None] | None:
     """`linear_bf16` of `linear.c`, or None where it was not built, does not load or is not for this CPU."""
-    spec = importlib.util.find_spec("kernels._linear")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        library = ctypes.CDLL(spec.origin)
-    except OSError:  # a torch without an OpenMP runtime of this kind
-        return None
-    if not library.linear_bf16_is_supported():
+    library = load("_linear")
+    if library is None or not library.linear_bf16_is_supported():
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     compute = library.linear_bf16

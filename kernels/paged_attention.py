@@ -1,8 +1,8 @@
 """Attention that reads and writes K/V through block tables: prefill chunks and decodes in one flattened batch.
 
-Plain torch, the same on CPU and CUDA. A layer's cache is `[num_blocks, block_size, num_kv_heads, head_dim]`, keys and
-values apart. The idea of the block table is vLLM's (Kwon et al., "Efficient Memory Management for Large Language
-Model Serving with PagedAttention", 2023).
+Plain torch, the same on CPU and CUDA; what `attention.py` takes is computed there. A layer's cache is
+`[num_blocks, block_size, num_kv_heads, head_dim]`, keys and values apart. The idea of the block table is vLLM's (Kwon
+et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from . import attention as kernel
 from .attention_metadata import AttentionMetadata, AttentionTile
 
 # How many scores are written out at once where no fused kernel does it: 256 MiB of them.
@@ -52,8 +53,19 @@ def paged_attention(
     Returns `[num_tokens, num_heads, value_head_dim]`. No slot outside the requests' own tokens influences it.
     """
     flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    in_kernel = softcap is None and sinks is None and kernel.takes(query, flat_keys, flat_values)
 
     def attend(tile: AttentionTile) -> torch.Tensor:
+        if in_kernel:
+            return kernel.attention(
+                query[tile.rows],
+                flat_keys,
+                flat_values,
+                tile.key_slots,
+                tile.key_counts,
+                scaling=scaling,
+                sliding_window=sliding_window,
+            )
         # [num_requests, num_kv_heads, num_keys, head_dim]
         keys = _gather(flat_keys, tile)
         values = _gather(flat_values, tile)
@@ -71,7 +83,7 @@ def paged_attention(
 
 
 def _gather(flat_cache: torch.Tensor, tile: AttentionTile) -> torch.Tensor:
-    gathered = flat_cache.index_select(0, tile.key_slots)
+    gathered = flat_cache.index_select(0, tile.key_slots.flatten())
     return gathered.view(tile.num_requests, tile.num_keys, *flat_cache.shape[1:]).transpose(1, 2)
 
 

@@ -1,25 +1,17 @@
-"""The linear kernel computes what `F.linear` computes, for any sizes, in torch's own threads, where it can be built.
+"""The linear kernel computes what `F.linear` computes, for any sizes, where it was built.
 
 How it takes its place in a model, and what computes where it is missing, is `tests/model/test_passes.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-import kernels
 from kernels import linear as linear_kernel
 from kernels.linear import linear, pack_weight
-
-ROOT = Path(kernels.__path__[0]).parent
 
 needs_kernel = pytest.mark.skipif(not linear_kernel.is_available(), reason="no compiler, or no AVX512-BF16")
 
@@ -121,46 +113,3 @@ def test_without_the_library_the_error_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert not linear_kernel.is_available()
     with pytest.raises(RuntimeError, match="was not built"):
         linear(random(1, 4), pack_weight(random(4, 4)))
-
-
-@needs_kernel
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
-def test_torch_and_the_kernel_share_one_openmp_runtime_and_its_threads() -> None:
-    code = """
-import os, torch
-from kernels.linear import linear, pack_weight
-torch.set_num_threads(3)
-x, weight = torch.randn(64, 512).bfloat16(), torch.randn(512, 512).bfloat16()
-torch.nn.functional.linear(x, weight)
-before = len(os.listdir("/proc/self/task"))
-linear(x, pack_weight(weight))
-after = len(os.listdir("/proc/self/task"))
-paths = {line.split()[-1] for line in open("/proc/self/maps")}
-runtimes = [path for path in paths if any(name in path for name in ("libgomp", "libiomp", "libomp"))]
-assert len(runtimes) == 1, runtimes
-assert before == after, (before, after)
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
-
-
-def build(directory: Path, **env: str) -> list[Path]:
-    pytest.importorskip("setuptools")
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", directory, "--build-temp", directory / "temp"],
-        cwd=ROOT,
-        env={**os.environ, **env},
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    return list((directory / "kernels").glob("_linear*"))
-
-
-@needs_kernel
-def test_the_source_builds_without_warnings_and_into_what_is_called(tmp_path: Path) -> None:
-    (library,) = build(tmp_path, CFLAGS="-Wall -Wextra -Werror")
-    assert ctypes.CDLL(library).linear_bf16_is_supported() == 1
-
-
-def test_installing_does_not_need_a_compiler(tmp_path: Path) -> None:
-    assert build(tmp_path, CC="no-such-compiler") == []

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import kernels.attention
 import kernels.attention_metadata
 import kernels.paged_attention
 from kernels.attention_metadata import AttentionMetadata
@@ -130,9 +132,41 @@ def test_scores_in_parts_equal_the_reference(batch: str, variant: str, monkeypat
     check(BATCHES[batch], *HEADS["GQA"], torch.float32, variant, tolerance=2e-5)
 
 
+@pytest.mark.parametrize("kernel_was_built", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_the_reference_in_bfloat16(variant: str) -> None:
-    check(BATCHES["everything at once"], *HEADS["GQA"], torch.bfloat16, variant, tolerance=3e-2)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_equals_the_reference_in_bfloat16(
+    batch: str, variant: str, kernel_was_built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernel_was_built:
+        monkeypatch.setattr(kernels.attention, "_compiled", lambda: None)
+    check(BATCHES[batch], *HEADS["GQA"], torch.bfloat16, variant, tolerance=3e-2)
+
+
+@pytest.mark.skipif(not kernels.attention.is_available(), reason="no compiler, or no AVX512-BF16")
+@pytest.mark.parametrize(
+    ("variant", "dtype", "is_used"),
+    [
+        ("plain", torch.bfloat16, True),
+        ("window 24", torch.bfloat16, True),
+        ("softcap", torch.bfloat16, False),
+        ("sinks", torch.bfloat16, False),
+        ("plain", torch.float32, False),
+    ],
+)
+def test_the_kernel_computes_what_it_can(
+    variant: str, dtype: torch.dtype, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    compute = kernels.attention.attention
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(kernels.attention, "attention", counted)
+    check(BATCHES["everything at once"], *HEADS["GQA"], dtype, variant, tolerance=3e-2)
+    assert bool(calls) == is_used
 
 
 @pytest.mark.slow

@@ -1,0 +1,110 @@
+"""Causal attention in bfloat16 over a paged cache on CPUs with AVX512-BF16: `attention.c`.
+
+It reads keys and values where they lie, whatever their slots, and writes no scores out. Where it was not compiled it is
+missing (`is_available`, `compiled.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+
+from .compiled import load
+
+# As in attention.c.
+_PANEL = 32
+_MAX_HEAD_DIM = 256
+_NO_WINDOW = 1 << 62
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("output", "query", "keys", "values", "key_slots", "key_counts")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("query_token_stride", "query_head_stride"),
+                *("key_slot_stride", "key_head_stride", "value_slot_stride", "value_head_stride"),
+                *("num_requests", "num_queries", "num_keys", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
+                "window",
+            )
+        ),
+        ("scaling", ctypes.c_float),
+    )
+
+
+def is_available() -> bool:
+    """Whether the library was built and this CPU computes in it."""
+    return _compiled() is not None
+
+
+def takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether `attention` is available and computes with tensors like these."""
+    return (
+        all(x.dtype is torch.bfloat16 and x.is_cpu and x.stride(-1) == 1 for x in (query, keys, values))
+        and all(x.shape[-1] % _PANEL == 0 and x.shape[-1] <= _MAX_HEAD_DIM for x in (keys, values))
+        and is_available()
+    )
+
+
+def attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_slots: torch.Tensor,
+    key_counts: torch.Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attention of each request's last tokens over all its keys, or as many as `sliding_window` says, its own included.
+
+    Args:
+        query: `[num_requests * num_queries, num_heads, head_dim]`.
+        keys: `[num_slots, num_kv_heads, head_dim]`; `values` may have another `head_dim`.
+        key_slots: `[num_requests, num_keys]` int64, contiguous, where each request's keys are; unchecked.
+        key_counts: `[num_requests]` int64, contiguous: the request's own keys, at least `num_queries`; the others of
+            its `key_slots` are not read.
+
+    Sums are in float32, weights are rounded to bfloat16. Returns `[len(query), num_heads, value_head_dim]`. Runs in
+    torch's intra-op threads; gradients are not recorded.
+
+    Raises:
+        ValueError: `takes` would have said no, or what should be contiguous is not.
+    """
+    compute = _compiled()
+    if compute is None or not takes(query, keys, values):
+        raise ValueError("the attention kernel was not built for this CPU or does not take such tensors")
+    if not (key_slots.is_contiguous() and key_counts.is_contiguous()):
+        raise ValueError("the attention kernel takes contiguous slots and counts only")
+    num_tokens, num_heads, head_dim = query.shape
+    num_requests, num_keys = key_slots.shape
+    output = query.new_empty(num_tokens, num_heads, values.shape[-1])
+    compute(
+        _Attention(
+            *(x.data_ptr() for x in (output, query, keys, values, key_slots, key_counts)),
+            *query.stride()[:2],
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            *(num_requests, num_tokens // num_requests, num_keys, num_heads, keys.shape[1], head_dim, values.shape[-1]),
+            _NO_WINDOW if sliding_window is None else sliding_window,
+            scaling,
+        ),
+        torch.get_num_threads(),
+    )
+    return output
+
+
+@functools.cache
+def _compiled() -> Callable[..., None] | None:
+    """`attention_bf16` of `attention.c`, or None where it was not built, does not load or is not for this CPU."""
+    library = load("_attention")
+    if library is None or not library.attention_bf16_is_supported():
+        return None
+    compute = library.attention_bf16
+    compute.argtypes = [ctypes.POINTER(_Attention), ctypes.c_int]
+    compute.restype = None
+    return compute

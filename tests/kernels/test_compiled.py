@@ -1,0 +1,73 @@
+"""The kernels in C are built where there is a compiler, and share torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kernels
+from kernels import linear
+from kernels.compiled import load
+
+ROOT = Path(kernels.__path__[0]).parent
+NAMES = ("attention", "linear")
+
+needs_kernels = pytest.mark.skipif(not linear.is_available(), reason="no compiler, or no AVX512-BF16")
+
+
+def build(directory: Path, **env: str) -> dict[str, Path]:
+    """The libraries that come of an installation into `directory`, by their kernels' names."""
+    pytest.importorskip("setuptools")
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", directory, "--build-temp", directory / "temp"],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return {path.name.split(".")[0].removeprefix("_"): path for path in (directory / "kernels").glob("_*")}
+
+
+@needs_kernels
+def test_the_sources_build_without_warnings_and_into_what_is_called(tmp_path: Path) -> None:
+    libraries = build(tmp_path, CFLAGS="-Wall -Wextra -Werror")
+    assert sorted(libraries) == sorted(NAMES)
+    for name, path in libraries.items():
+        assert ctypes.CDLL(path)[f"{name}_bf16_is_supported"]() == 1
+
+
+def test_installing_does_not_need_a_compiler(tmp_path: Path) -> None:
+    assert build(tmp_path, CC="no-such-compiler") == {}
+
+
+def test_what_was_not_built_is_missing() -> None:
+    assert load("_never_built") is None
+
+
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_torch_and_the_kernels_share_one_openmp_runtime_and_its_threads() -> None:
+    code = """
+import os, torch
+from kernels.attention import attention
+from kernels.linear import linear, pack_weight
+torch.set_num_threads(3)
+x, weight = torch.randn(64, 512).bfloat16(), torch.randn(512, 512).bfloat16()
+torch.nn.functional.linear(x, weight)
+before = len(os.listdir("/proc/self/task"))
+linear(x, pack_weight(weight))
+heads = x.view(64, 8, 64)
+attention(heads, heads, heads, torch.arange(64)[None], torch.tensor([64]), scaling=0.1)
+after = len(os.listdir("/proc/self/task"))
+paths = {line.split()[-1] for line in open("/proc/self/maps")}
+runtimes = [path for path in paths if any(name in path for name in ("libgomp", "libiomp", "libomp"))]
+assert len(runtimes) == 1, runtimes
+assert before == after, (before, after)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
