@@ -188,6 +188,16 @@ def test_what_is_not_a_number_stays_with_its_token_and_its_head() -> None:
     assert torch.equal(actual, expected)
 
 
+def test_a_key_that_is_not_a_number_is_seen_by_later_tokens_only() -> None:
+    case = make_case(12, [140])
+    expected = case.in_kernel()
+    case.keys[case.key_slots[0, 133], 1, 7] = float("nan")
+    actual = case.in_kernel()
+    assert actual[5:, 3:].isnan().all()
+    actual[5:, 3:] = expected[5:, 3:]
+    assert torch.equal(actual, expected)
+
+
 def test_nothing_needs_to_be_contiguous_but_a_head() -> None:
     case = make_case(12, [140])
     expected = case.in_kernel()
