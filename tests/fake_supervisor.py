@@ -6,6 +6,7 @@ Its restarts are quick, its patience short.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import signal
 import sys
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("endpoint")
     parser.add_argument("--engine-fails", action="store_true")
     parser.add_argument("--keys", type=Path, help="directory of `foreword keys`, for a tcp:// endpoint")
+    parser.add_argument("--stop-timeout-s", type=float, default=POLICY.stop_timeout_s)
     parser.add_argument("--frontend", action="store_true", help="be the frontend child")
     arguments = parser.parse_args()
     if arguments.frontend:
@@ -49,7 +51,7 @@ def main() -> int:
         engine += ["--curve-key", str(files.key), "--curve-authorized", str(files.authorized)]
         keys = files.load().as_frontend()
     children = [ChildSpec("engine", engine, local_endpoint(arguments.endpoint), keys), ChildSpec("http", frontend)]
-    return supervise(children, POLICY)
+    return supervise(children, dataclasses.replace(POLICY, stop_timeout_s=arguments.stop_timeout_s))
 
 
 if __name__ == "__main__":
