@@ -5,13 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from ipc.messages import TokenLogprob
+import numpy as np
+
+from ipc.messages import MultimodalFeature, TokenLogprob
 
 from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedFeature:
+    """A feature of a prompt with what `Runner.encode` made of it."""
+
+    feature: MultimodalFeature
+    output: Any
 
 
 @dataclass(slots=True)
@@ -21,7 +31,7 @@ class ScheduledRequest:
     `block_ids` is the whole block table (a live view: do not keep or change it). K/V of position `p` goes
     to slot `block_ids[p // block_size] * block_size + p % block_size`, except in the first
     `num_shared_blocks` blocks: those were found in the cache, hold their K/V already and are never written
-    (slot -1).
+    (slot -1). `features` are those that overlap the tokens to compute, by position.
     """
 
     request: Request
@@ -29,6 +39,7 @@ class ScheduledRequest:
     num_tokens: int
     block_ids: Sequence[int]
     num_shared_blocks: int
+    features: Sequence[EncodedFeature] = ()
 
     @property
     def samples(self) -> bool:
@@ -51,11 +62,25 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class MultimodalInfo:
+    """What the engine must know of a model that takes pictures.
+
+    `embed_bytes` is what one row of the encoder's output weighs, everything that is kept for it included. With
+    `joins_touching` the tokens of a picture, and of pictures whose tokens touch, see each other in both directions
+    (Gemma 3): those that are not cached are computed in one step, or not at all.
+    """
+
+    embed_bytes: int
+    joins_touching: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the engine must know of the model it drives.
 
     `cache_namespace` (hex) is equal exactly where KV blocks may be shared: same weights, KV dtype, block size
     and layout; `tokenizer_digest` is that of the model's directory, empty where there is none.
+    `multimodal` is None for models of text only.
     """
 
     name: str
@@ -65,6 +90,7 @@ class ModelInfo:
     num_blocks: int
     cache_namespace: str
     tokenizer_digest: str = ""
+    multimodal: MultimodalInfo | None = None
 
 
 class Runner(Protocol):
@@ -72,6 +98,13 @@ class Runner(Protocol):
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, `(source, target)` each, before the step's own writes. No target is also a source."""
+        ...
+
+    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> Any:
+        """What the model sees of one feature: `feature.num_embeds` rows, in whatever form `execute` takes them.
+
+        Only called where `info.multimodal` is set. Raises ValueError for inputs that are not this feature's.
+        """
         ...
 
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from msgspec import Struct, field
 
 from .stats import EngineStats, PrefixCacheReset
@@ -40,6 +41,35 @@ class ExtraKeySpan(Struct, array_like=True, frozen=True):
     def __post_init__(self) -> None:
         if not isinstance(self.key, str | bytes):
             raise TypeError(f"ExtraKeySpan.key must be str or bytes, not {type(self.key).__name__}")
+
+
+class MultimodalFeature(Struct, array_like=True, frozen=True):
+    """A picture in a prompt: which tokens it fills, and what the engine must know of it before it has its pixels.
+
+    Its placeholder tokens are at `[start, start + num_tokens)`, the first and the last of them embedded.
+    `embed_ranges`, relative to `start`, half open, ascending, are those that the encoder's rows replace, in order; what
+    lies between them is ordinary tokens (row breaks, tile names). `key` is equal exactly where the encoder's output may
+    be shared: same content, same processor options, same tenant. `layout` has the numbers that positions depend on, by
+    the name of the model's argument (`image_grid_thw`: (1, 16, 16)). `num_input_bytes` is what its inputs
+    (`SupplyFeature`) weigh. What the KV cache must know of it says an `ExtraKeySpan` of the kind `mm`.
+    """
+
+    key: bytes
+    start: int
+    num_tokens: int
+    embed_ranges: tuple[tuple[int, int], ...]
+    num_input_bytes: int
+    layout: dict[str, tuple[int, ...]] = {}
+    modality: str = "image"
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def num_embeds(self) -> int:
+        """Rows that the encoder makes of it."""
+        return sum(end - start for start, end in self.embed_ranges)
 
 
 class SamplingParams(Struct, array_like=True, frozen=True):
@@ -86,7 +116,8 @@ class EngineRequest(Struct, array_like=True, frozen=True):
 
     Lower `priority` runs first (only under the priority policy). `arrival_time_s` orders equals;
     None means now. `read_prefix_cache=False` computes the whole prompt afresh; its blocks are still
-    written to the cache.
+    written to the cache. `mm_features` are its pictures by position, none over another; their inputs follow when the
+    engine asks for them.
     """
 
     request_id: str
@@ -96,6 +127,7 @@ class EngineRequest(Struct, array_like=True, frozen=True):
     priority: int = 0
     arrival_time_s: float | None = None
     read_prefix_cache: bool = True
+    mm_features: tuple[MultimodalFeature, ...] = ()
 
 
 class RequestError(Struct, array_like=True, frozen=True):
@@ -277,11 +309,37 @@ class PrefixCacheWasReset(Struct, array_like=True, tag="prefix_cache_was_reset",
     result: PrefixCacheReset
 
 
+class WantedFeature(Struct, array_like=True, frozen=True):
+    """The feature `key` of the request `request_id`, whose inputs the engine needs."""
+
+    request_id: str
+    key: bytes
+
+
+class WantFeatures(Struct, array_like=True, tag="want_features", frozen=True):
+    """Engine → frontend: neither prefix cache nor encoder cache has these. Each is answered by one `SupplyFeature`,
+    unless its request is over.
+    """
+
+    features: list[WantedFeature]
+
+
+class SupplyFeature(Struct, array_like=True, tag="supply_feature", frozen=True):
+    """Frontend → engine: the inputs of one feature, by the names of the model's arguments; with `error`, why there are
+    none, which ends the request.
+    """
+
+    request_id: str
+    key: bytes
+    inputs: dict[str, np.ndarray] = {}
+    error: RequestError | None = None
+
+
 class EngineOutputs(Struct, array_like=True, tag="outputs"):
     """Engine → frontend: everything one step produced for that frontend. Also what `EngineCore.step` returns."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
 
 
-FrontendMessage = Hello | AddRequest | AbortRequests | GetStats | ResetPrefixCache | Heartbeat | Goodbye
-EngineMessage = Welcome | Refused | EngineOutputs | Stats | PrefixCacheWasReset | Heartbeat | Goodbye
+FrontendMessage = Hello | AddRequest | SupplyFeature | AbortRequests | GetStats | ResetPrefixCache | Heartbeat | Goodbye
+EngineMessage = Welcome | Refused | EngineOutputs | WantFeatures | Stats | PrefixCacheWasReset | Heartbeat | Goodbye

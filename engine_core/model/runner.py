@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine_core.config import EngineConfig
 from engine_core.errors import InvalidConfigError
 from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
+from ipc.messages import MultimodalFeature
 
 from .attention import PagedKV
 from .fingerprint import cache_namespace, model_fingerprint, tokenizer_digest
@@ -105,6 +107,10 @@ class ModelRunner:
         sources, targets = torch.tensor(copies, device=self._device).unbind(dim=1)
         for cache in (*self._key_caches.values(), *self._value_caches.values()):
             cache.index_copy_(0, targets, cache.index_select(0, sources))
+
+    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> Any:
+        """As `engine_core.runner.Runner.encode`."""
+        raise ValueError(f"{self.info.name} takes no pictures")
 
     @torch.inference_mode()
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
