@@ -1,4 +1,4 @@
-/* Causal attention in bfloat16 over a paged cache, for CPUs with AVX512-BF16. See attention.py, which calls it.
+/* Attention in bfloat16 over a paged cache, for CPUs with AVX512-BF16. See attention.py, which calls it.
  *
  * The queries of all heads that share a KV head are rows of one matrix. A task takes some of them through the keys, a
  * block at a time: the block is brought into panels of 32 (pairs of dimensions for 32 keys; pairs of keys for 32
@@ -37,6 +37,7 @@ typedef struct {
     int64_t num_requests, num_queries, num_keys, num_heads, num_kv_heads, head_dim, value_dim;
     int64_t window; /* how many keys are seen, the query's own included */
     float scaling;
+    const int64_t *query_ends; /* NULL: no query sees a key after its own */
 } Attention;
 
 typedef struct {
@@ -60,11 +61,15 @@ typedef struct {
     int64_t row, num_rows, group_size;
     int64_t before; /* how many keys the first query has before its own */
     int64_t window;
+    const int64_t *query_ends; /* the request's, or NULL */
 } Task;
 
 /* Of the keys, those that `row` of the task sees: from `first_key` on and before `end_key`. */
-INLINE int64_t end_key(const Task *t, int64_t row) { return t->before + (t->row + row) / t->group_size + 1; }
-INLINE int64_t first_key(const Task *t, int64_t row) { return larger(0, end_key(t, row) - t->window); }
+INLINE int64_t own_end(const Task *t, int64_t row) { return t->before + (t->row + row) / t->group_size + 1; }
+INLINE int64_t first_key(const Task *t, int64_t row) { return larger(0, own_end(t, row) - t->window); }
+INLINE int64_t end_key(const Task *t, int64_t row) {
+    return t->query_ends ? t->query_ends[(t->row + row) / t->group_size] : own_end(t, row);
+}
 
 /* 16 rows of 16 pairs become 16 rows of the pairs that stood in one column. */
 TARGET INLINE void transpose(__m512i rows[16]) {
@@ -310,6 +315,7 @@ void attention_bf16(const Attention *a, int num_threads) {
             .group_size = group_size,
             .before = a->key_counts[request] - a->num_queries,
             .window = a->window,
+            .query_ends = a->query_ends ? a->query_ends + request * a->num_queries : NULL,
         };
         attend(a, &task);
     }

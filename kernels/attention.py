@@ -1,4 +1,4 @@
-"""Causal attention in bfloat16 over a paged cache on CPUs with AVX512-BF16: `attention.c`.
+"""Attention in bfloat16 over a paged cache on CPUs with AVX512-BF16: `attention.c`.
 
 It reads keys and values where they lie, whatever their slots, and writes no scores out. Where it was not compiled it is
 missing (`is_available`, `compiled.py`).
@@ -33,6 +33,7 @@ class _Attention(ctypes.Structure):
             )
         ),
         ("scaling", ctypes.c_float),
+        ("query_ends", ctypes.c_void_p),
     )
 
 
@@ -59,8 +60,9 @@ def attention(
     *,
     scaling: float,
     sliding_window: int | None = None,
+    query_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each request's last tokens over all its keys, or as many as `sliding_window` says, its own included.
+    """Attention of each request's last tokens over its keys up to their own, or the last `sliding_window` of these.
 
     Args:
         query: `[num_requests * num_queries, num_heads, head_dim]`.
@@ -68,6 +70,8 @@ def attention(
         key_slots: `[num_requests, num_keys]` int64, contiguous, where each request's keys are; unchecked.
         key_counts: `[num_requests]` int64, contiguous: the request's own keys, at least `num_queries`; the others of
             its `key_slots` are not read.
+        query_ends: `[len(query)]` int64, contiguous: each query sees keys ahead of its own, too, all before this place
+            in its request's `key_slots`; never decreasing within a request, at most its `key_counts`; unchecked.
 
     Sums are in float32, weights are rounded to bfloat16. Returns `[len(query), num_heads, value_head_dim]`. Runs in
     torch's intra-op threads; gradients are not recorded.
@@ -78,8 +82,8 @@ def attention(
     compute = _compiled()
     if compute is None or not takes(query, keys, values):
         raise ValueError("the attention kernel was not built for this CPU or does not take such tensors")
-    if not (key_slots.is_contiguous() and key_counts.is_contiguous()):
-        raise ValueError("the attention kernel takes contiguous slots and counts only")
+    if not all(x is None or x.is_contiguous() for x in (key_slots, key_counts, query_ends)):
+        raise ValueError("the attention kernel takes contiguous slots, counts and ends only")
     num_tokens, num_heads, head_dim = query.shape
     num_requests, num_keys = key_slots.shape
     output = query.new_empty(num_tokens, num_heads, values.shape[-1])
@@ -92,6 +96,7 @@ def attention(
             *(num_requests, num_tokens // num_requests, num_keys, num_heads, keys.shape[1], head_dim, values.shape[-1]),
             _NO_WINDOW if sliding_window is None else sliding_window,
             scaling,
+            None if query_ends is None else query_ends.data_ptr(),
         ),
         torch.get_num_threads(),
     )

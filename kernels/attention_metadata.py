@@ -24,7 +24,8 @@ class AttentionTile:
     Either `num_requests` or `num_queries` is 1. `rows` are the tokens' places in the flattened batch. `key_slots`
     `[num_requests, num_keys]` are cache slots, a shorter request padded with its own first one (its content is
     finite, whatever lies elsewhere in the pool); `key_counts` `[num_requests]`, on the CPU, says how many are no
-    padding. A request's last query is of its last key; each sees `sliding_window` keys back, its own included.
+    padding. A request's last query is of its last key; each sees `sliding_window` keys back, its own included, and
+    ahead nothing, or all before `query_ends` `[num_queries]`, places in `key_slots`, on the CPU.
     """
 
     rows: slice | torch.Tensor
@@ -35,12 +36,15 @@ class AttentionTile:
     key_counts: torch.Tensor
     sliding_window: int | None
     dtype: torch.dtype
+    query_ends: torch.Tensor | None = None
     _mask: torch.Tensor | None = field(init=False, default=None, repr=False)
 
     @property
     def is_causal(self) -> bool:
         """Whether there are several queries, one for each key, and nothing is masked but later keys."""
         window = self.sliding_window
+        if self.query_ends is not None:
+            return False
         return 1 < self.num_queries == self.num_keys and (window is None or self.num_keys <= window)
 
     @property
@@ -56,10 +60,10 @@ class AttentionTile:
                 if allowed.all():
                     return None
             else:
-                distance = places[-self.num_queries :, None] - places
-                allowed = distance >= 0
+                own = places[-self.num_queries :, None]
+                allowed = places < (own + 1 if self.query_ends is None else self.query_ends[:, None])
                 if self.sliding_window is not None:
-                    allowed &= distance < self.sliding_window
+                    allowed &= places > own - self.sliding_window
             mask = torch.zeros(allowed.shape, dtype=self.dtype).masked_fill_(~allowed, float("-inf"))
             self._mask = mask.to(self.key_slots.device)
         return self._mask
@@ -77,10 +81,16 @@ class AttentionMetadata:
         block_size: tokens per block.
         dtype: of the queries.
         device: of the model; the tensors below and those of the tiles are there.
+        visible_to: `[num_tokens]`, for each token the position behind the last one it sees, where some see tokens that
+            come after them: more than its own, never decreasing within a request, at most its `seq_len`. A sliding
+            window limits how far back a token sees, not this. None: all see up to themselves.
 
     Attributes:
         write_rows: the tokens whose K/V is stored, as places in the batch; None is all of them.
         write_slots: `[len(write_rows)]`, where it goes.
+
+    Raises:
+        ValueError: `visible_to` is not like that.
     """
 
     query_start_loc: np.ndarray
@@ -90,6 +100,7 @@ class AttentionMetadata:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    visible_to: np.ndarray | None = None
     write_rows: torch.Tensor | None = field(init=False, default=None)
     write_slots: torch.Tensor = field(init=False)
     _tiles: dict[int | None, list[AttentionTile]] = field(init=False, default_factory=dict, repr=False)
@@ -100,6 +111,22 @@ class AttentionMetadata:
         if not stored.all():
             self.write_rows = self._to_device(np.flatnonzero(stored))
         self.write_slots = self._to_device(self.slot_mapping[stored])
+        if self.visible_to is not None:
+            self._check_visible_to(self.visible_to)
+
+    def _check_visible_to(self, visible_to: np.ndarray) -> None:
+        query_lens = np.diff(self.query_start_loc)
+        ends = np.repeat(self.seq_lens, query_lens)
+        own_ends = ends - np.repeat(self.query_start_loc[1:], query_lens) + np.arange(1, len(ends) + 1)
+        starts_request = np.isin(np.arange(1, len(ends)), self.query_start_loc)
+        if (
+            visible_to.shape != ends.shape
+            or ((visible_to < own_ends) | (visible_to > ends)).any()
+            or ((np.diff(visible_to) < 0) & ~starts_request).any()
+        ):
+            raise ValueError(
+                "visible_to: a token sees at least itself, what those before it see, and no more than there is"
+            )
 
     def tiles(self, sliding_window: int | None) -> list[AttentionTile]:
         """Tiles that cover the batch for layers that see `sliding_window` tokens back, the token itself included."""
@@ -113,15 +140,29 @@ class AttentionMetadata:
             row, end_row = int(self.query_start_loc[request]), int(self.query_start_loc[request + 1])
             position = int(self.seq_lens[request]) - (end_row - row)
             while row < end_row:
-                num_queries = min(_MAX_TILE_QUERIES, end_row - row)
+                num_queries = self._tile_queries(row, end_row, position)
                 yield self._prefill_tile(request, row, position, num_queries, window)
                 row += num_queries
                 position += num_queries
+
+    def _tile_queries(self, row: int, end_row: int, position: int) -> int:
+        """How many tokens from `row`, at `position`, make a tile: those that see each other share one."""
+        longest = min(_MAX_TILE_QUERIES, end_row - row)
+        if self.visible_to is None:
+            return longest
+        seen = self.visible_to[row:end_row] - position
+        possible = np.flatnonzero(seen == np.arange(1, len(seen) + 1)) + 1
+        return int(possible[max(0, np.searchsorted(possible, longest, side="right") - 1)])
 
     def _prefill_tile(self, request: int, row: int, start: int, num_queries: int, window: int | None) -> AttentionTile:
         end = start + num_queries
         first_key = 0 if window is None else max(0, start - window + 1)
         keys = np.arange(first_key, end)
+        query_ends = None
+        if self.visible_to is not None:
+            visible_to = self.visible_to[row : row + num_queries]
+            if (visible_to > np.arange(start + 1, end + 1)).any():
+                query_ends = torch.from_numpy((visible_to - first_key).astype(np.int64))
         return AttentionTile(
             rows=slice(row, row + num_queries),
             num_requests=1,
@@ -131,6 +172,7 @@ class AttentionMetadata:
             key_counts=torch.tensor([len(keys)]),
             sliding_window=window,
             dtype=self.dtype,
+            query_ends=query_ends,
         )
 
     def _decode_tiles(self, window: int | None) -> Iterator[AttentionTile]:

@@ -42,7 +42,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each token over its own request's cached tokens, those of this step included.
+    """Attention of each token over its own request's cached tokens, those of this step included, up to itself or as far
+    ahead as `metadata.visible_to` says.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`; `num_heads` is a multiple of the cache's `num_kv_heads`.
@@ -65,6 +66,7 @@ def paged_attention(
                 tile.key_counts,
                 scaling=scaling,
                 sliding_window=sliding_window,
+                query_ends=tile.query_ends,
             )
         # [num_requests, num_kv_heads, num_keys, head_dim]
         keys = _gather(flat_keys, tile)

@@ -20,6 +20,7 @@ def reference_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    visible_to: list[int] | None = None,
 ) -> torch.Tensor:
     block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     num_heads = query.shape[1]
@@ -30,7 +31,10 @@ def reference_attention(
     for table, query_len, seq_len in zip(block_tables, query_lens, seq_lens, strict=True):
         for position in range(seq_len - query_len, seq_len):
             first = 0 if sliding_window is None else max(0, position + 1 - sliding_window)
-            places = [(table[p // block_size], p % block_size) for p in range(first, position + 1)]
+            places = [
+                (table[p // block_size], p % block_size)
+                for p in range(first, position + 1 if visible_to is None else visible_to[row])
+            ]
             for head in range(num_heads):
                 kv_head = head // (num_heads // num_kv_heads)
                 scores = [float(queries[row, head] @ keys[b, o, kv_head]) * scaling for b, o in places]

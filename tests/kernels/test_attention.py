@@ -39,21 +39,32 @@ class Case:
     key_counts: torch.Tensor
     num_queries: int
     scaling: float
+    query_ends: torch.Tensor | None = None
 
     def in_kernel(self, window: int | None = None) -> torch.Tensor:
         return attention(
             *(self.query, self.keys, self.values, self.key_slots, self.key_counts),
             scaling=self.scaling,
             sliding_window=window,
+            query_ends=self.query_ends,
         )
+
+    def see_each_other(self, *groups: tuple[int, int]) -> None:
+        """Of the only request, keys `[start, end)`, as far as they have queries."""
+        [count] = self.key_counts.tolist()
+        own = torch.arange(count - self.num_queries, count)
+        self.query_ends = own + 1
+        for start, end in groups:
+            self.query_ends[(own >= start) & (own < end)] = end
 
     def in_torch(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         outputs = []
         for query, slots, count in zip(
             self.query.split(self.num_queries), self.key_slots, self.key_counts.tolist(), strict=True
         ):
-            distance = torch.arange(count - self.num_queries, count)[:, None] - torch.arange(count)
-            seen = (distance >= 0) & (distance < (window or count))
+            own = torch.arange(count - self.num_queries, count)
+            ends = own + 1 if self.query_ends is None else self.query_ends
+            seen = (torch.arange(count) < ends[:, None]) & (torch.arange(count) > own[:, None] - (window or count))
             keys, values = (x[slots[:count]].to(dtype).transpose(0, 1)[None] for x in (self.keys, self.values))
             output = F.scaled_dot_product_attention(
                 query.to(dtype).transpose(0, 1)[None],
@@ -129,6 +140,25 @@ def test_heads_of_any_size_and_number(heads: tuple[int, int], head_dim: int, val
     assert_as_near_as_torch(make_case(20, [150], heads=heads, head_dim=head_dim, value_dim=value_dim), 90)
 
 
+@pytest.mark.parametrize("window", [None, 1, 31, 129, 5000])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "groups"),
+    [
+        (2, 2, [(0, 2)]),
+        (30, 300, [(250, 300)]),
+        (48, 129, [(81, 90), (90, 128)]),
+        (129, 129, [(1, 128)]),
+        (150, 1000, [(700, 860), (861, 870), (990, 1000)]),
+    ],
+)
+def test_groups_of_keys_that_see_each_other(
+    num_queries: int, num_keys: int, groups: list[tuple[int, int]], window: int | None
+) -> None:
+    case = make_case(num_queries, [num_keys])
+    case.see_each_other(*groups)
+    assert_as_near_as_torch(case, window)
+
+
 def test_scores_far_apart() -> None:
     """The largest score may come at any time, and make all before it vanish."""
     assert_as_near_as_torch(make_case(40, [700], spread=60.0))
@@ -156,6 +186,9 @@ def test_random_batches(seed: int) -> None:
         heads=(num_kv_heads * draw.randint(1, 12), num_kv_heads),
         head_dim=draw.choice([32, 64, 96, 160]),
     )
+    if num_requests == 1:
+        borders = sorted(draw.sample(range(int(case.key_counts[0]) + 1), k=min(4, num_queries)))
+        case.see_each_other(*zip(borders[::2], borders[1::2]))
     assert_as_near_as_torch(case, draw.choice([None, draw.randint(1, 300)]))
 
 
@@ -230,4 +263,11 @@ def test_slots_apart_are_refused() -> None:
     case = make_case(1, [20, 20])
     case.key_slots = case.key_slots.T.contiguous().T
     with pytest.raises(ValueError, match="contiguous slots"):
+        case.in_kernel()
+
+
+def test_ends_apart_are_refused() -> None:
+    case = make_case(4, [20])
+    case.query_ends = torch.arange(34).view(17, 2)[:, 0]
+    with pytest.raises(ValueError, match="contiguous slots, counts and ends"):
         case.in_kernel()
