@@ -152,7 +152,8 @@ class AttentionMetadata:
             return longest
         seen = self.visible_to[row:end_row] - position
         possible = np.flatnonzero(seen == np.arange(1, len(seen) + 1)) + 1
-        return int(possible[max(0, np.searchsorted(possible, longest, side="right") - 1)])
+        # Those that are not too long, or else the shortest.
+        return int(possible[max(0, int(np.count_nonzero(possible <= longest)) - 1)])
 
     def _prefill_tile(self, request: int, row: int, start: int, num_queries: int, window: int | None) -> AttentionTile:
         end = start + num_queries

@@ -12,6 +12,8 @@ import torch
 from engine_core.runner import ScheduledRequest
 from kernels.attention_metadata import AttentionMetadata
 
+from .picture_groups import visible_to
+
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
@@ -27,9 +29,20 @@ class InputBatch:
 
 
 def build_input_batch(
-    batch: Sequence[ScheduledRequest], *, block_size: int, dtype: torch.dtype, device: torch.device
+    batch: Sequence[ScheduledRequest],
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    joins_touching: bool = False,
 ) -> InputBatch:
-    """Lay `batch` out. The cost grows with what is scheduled and the block tables it needs, not with the pool."""
+    """Lay `batch` out. The cost grows with what is scheduled and the block tables it needs, not with the pool.
+
+    `joins_touching` is `MultimodalInfo.joins_touching`.
+
+    Raises:
+        ValueError: with it, a request's tokens end inside a picture.
+    """
     starts = np.array([item.start for item in batch], dtype=np.int64)
     query_lens = np.array([item.num_tokens for item in batch], dtype=np.int64)
     shared_blocks = np.array([item.num_shared_blocks for item in batch], dtype=np.int64)
@@ -59,6 +72,7 @@ def build_input_batch(
             block_size=block_size,
             dtype=dtype,
             device=device,
+            visible_to=visible_to(batch, query_start_loc, positions) if joins_touching else None,
         ),
         logits_indices=torch.from_numpy(query_start_loc[1:][sampling] - 1).to(device),
         sampling=sampling,
