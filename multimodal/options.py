@@ -19,9 +19,9 @@ LOW_DETAIL_SIDE = 512
 _FIXED_NAMES = frozenset(
     {
         *("data_format", "device", "disable_grouping", "do_convert_rgb", "input_data_format", "return_tensors"),
-        *("default_to_square", "image_mean", "image_std", "pad_size", "resample", "rescale_factor"),
+        *("default_to_square", "do_normalize", "do_rescale", "image_mean", "image_std", "pad_size", "resample"),
         *("image_grid_pinpoints", "image_seq_length", "merge_size", "patch_size", "temporal_patch_size"),
-        "return_row_col_info",
+        *("rescale_factor", "return_row_col_info"),
     }
 )
 
@@ -40,7 +40,7 @@ class OptionError(MediaError):
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """How a picture is to be processed. Made by `PictureProcessor.options`; the plain `ImageOptions()` fits every model.
+    """How a picture is to be processed. Made by `PictureProcessor.options`; plain `ImageOptions()` fits every model.
 
     `auto` and `high` show the picture as it is. `low` shrinks one that does not fit 512×512 pixels until it does, its
     aspect ratio kept, in every family alike. `processor_kwargs` is a JSON object, sorted by names and without blanks.
@@ -117,11 +117,12 @@ def _check_numbers(name: str, value: Any, own: Mapping[str, Any]) -> None:
     own_numbers = list(_numbers(own.get(name)))
     if not own_numbers or "min" in name.split("_"):
         own_numbers += _numbers(own.get("size"))
+    most = max(own_numbers, default=0)
     for number in _numbers(value):
         if not 0 < number < float("inf"):
             raise OptionError(f"{name}: {number} is not a positive number", name)
-        if isinstance(number, int) and own_numbers and number > max(own_numbers):
-            raise OptionError(f"{name}: {number} is more than the {max(own_numbers)} that this model has itself", name)
+        if isinstance(number, int) and number > most:
+            raise OptionError(f"{name}: {number} is more than the {most} that this model has itself", name)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

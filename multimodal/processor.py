@@ -8,7 +8,6 @@ picture for each (size, options), and what it made of it is remembered.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from .options import (
 )
 from .placeholders import Placeholder, content_spans, expand, find_placeholders
 from .processor_loading import ProcessorLoadError, load_transformers_processor
+from .real_processor import RealProcessor
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -39,10 +39,7 @@ _MAX_LAYOUTS = 256
 _JOIN_TOUCHING = frozenset({"Gemma3Processor"})
 # The inputs that decide positions, not only embeddings (`get_rope_index`).
 _LAYOUT_INPUTS = frozenset({"image_grid_thw"})
-# How many pictures each conversation has: an input of models that see a picture otherwise in company.
-_COMPANY_INPUT = "batch_num_images"
 _MODALITIES = ("image", "video", "audio")
-_PROBE_SIDE = 64
 
 
 def load_picture_processor(
@@ -61,8 +58,7 @@ def load_picture_processor(
         return None
     try:
         processor = PictureProcessor(real, processor_kwargs or {})
-        processor.layout(_PROBE_SIDE, _PROBE_SIDE, ImageOptions(), 1)
-    except OptionError:
+    except (ProcessorLoadError, OptionError):
         raise
     except Exception as error:  # a processor of another shape: no image token, no text to put in its place
         raise ProcessorLoadError(f"{type(real).__name__} cannot be used for pictures: {error}") from error
@@ -86,30 +82,36 @@ class PictureProcessor:
         spellings: texts that would become such tokens, and which no user's text may therefore have.
         joins_touching: whether pictures that touch see each other (`mm_spans`).
         fingerprint: equal where equal pixels and options give equal inputs.
+
+    Raises:
+        ProcessorLoadError: the tokenizer does not know the processor's image token.
+        OptionError: the image processor takes no such `processor_kwargs`.
     """
 
-    def __init__(self, real: ProcessorMixin, processor_kwargs: Mapping[str, Any]) -> None:
-        self._real = real
-        self._accepted: type = real.image_processor.valid_kwargs
-        self._server_kwargs = check_processor_kwargs(processor_kwargs, self._accepted)
-        own = {name: getattr(real.image_processor, name, None) for name in self._accepted.__annotations__}
-        self._own_values: dict[str, Any] = own | self._images_kwargs("{}")
-        self._backend = real.tokenizer.backend_tokenizer
-        self._company_matters = _COMPANY_INPUT in real.image_processor.model_input_names
+    def __init__(self, processor: ProcessorMixin, processor_kwargs: Mapping[str, Any]) -> None:
+        accepted = processor.image_processor.valid_kwargs
+        self._real = RealProcessor(processor, check_processor_kwargs(processor_kwargs, accepted))
+        self._tokenizer = processor.tokenizer.backend_tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._remembered_layout = functools.lru_cache(maxsize=_MAX_LAYOUTS)(self._layout)
 
-        self.image_token: str = real.image_token
-        self.embed_token_id: int = real.image_token_ids[0]
+        self.image_token: str = processor.image_token
         # The first of a modality's ids is the one that is embedded; others mark rows and ends.
-        ids = [getattr(real, f"{modality}_token_ids")[0] for modality in _MODALITIES]
+        self.embed_token_id: int = processor.image_token_ids[0]
+        ids = [getattr(processor, f"{modality}_token_ids")[0] for modality in _MODALITIES]
         self.placeholder_ids = frozenset(id for id in ids if id is not None)
-        tokens = [getattr(real, f"{modality}_token", None) for modality in _MODALITIES]
-        tokens += real.tokenizer.convert_ids_to_tokens(sorted(self.placeholder_ids))
-        self.spellings = tuple(
-            sorted({token for token in tokens if token and self._backend.token_to_id(token) is not None})
-        )
-        self.joins_touching = type(real).__name__ in _JOIN_TOUCHING
-        self.fingerprint = _fingerprint(real, self._server_kwargs)
+        texts = [getattr(processor, f"{modality}_token", None) for modality in _MODALITIES]
+        texts += processor.tokenizer.convert_ids_to_tokens(sorted(self.placeholder_ids))
+        # A text that is no token of this tokenizer is only text.
+        tokens = {str(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
+        self.spellings = tuple(sorted(tokens.intersection(texts)))
+        self.joins_touching = type(processor).__name__ in _JOIN_TOUCHING
+        self.fingerprint = self._real.fingerprint
+        for text in (self.image_token, processor.tokenizer.convert_ids_to_tokens(self.embed_token_id)):
+            if text not in tokens:
+                raise ProcessorLoadError(f"the tokenizer has no token of its own for {text!r}")
+        self.layout(64, 64, ImageOptions(), 1)
 
     def options(self, detail: str = "auto", processor_kwargs: Mapping[str, Any] | None = None) -> ImageOptions:
         """Check what a request wants of its pictures.
@@ -118,20 +120,21 @@ class PictureProcessor:
             OptionError: an unknown `detail`; arguments that the image processor does not take, that are not the
                 caller's to choose, of the wrong type, or larger than the model's own.
         """
-        checked = check_processor_kwargs(processor_kwargs or {}, self._accepted, self._own_values)
+        checked = check_processor_kwargs(processor_kwargs or {}, self._real.accepted, self._real.own_values)
         return ImageOptions(check_detail(detail), canonical_json(checked))
 
     def layout(self, height: int, width: int, options: ImageOptions, num_images: int) -> ImageLayout:
         """What the processor makes of a picture of `height` × `width` pixels, one of the `num_images` of its prompt.
 
-        The first picture of a size costs as much as processing it.
+        The first picture of a size costs a good part of what processing it does.
 
         Raises:
             MediaError: the processor does not take a picture of this size.
         """
         if options.shrinks:
             height, width = _fit(height, width, LOW_DETAIL_SIDE)
-        return self._remembered_layout(height, width, options.processor_kwargs, self._stands_alone(num_images))
+        stands_alone = num_images == 1 if self._real.company_matters else None
+        return self._remembered_layout(height, width, options.processor_kwargs, stands_alone)
 
     def model_inputs(self, pixels: np.ndarray, options: ImageOptions, num_images: int) -> dict[str, np.ndarray]:
         """The inputs of one picture, `pixels` [height, width, 3] uint8, by the arguments of `get_image_features`.
@@ -149,14 +152,14 @@ class PictureProcessor:
             shrunk_height, shrunk_width = _fit(height, width, LOW_DETAIL_SIDE)
             if (shrunk_height, shrunk_width) != (height, width):
                 image = image.resize((shrunk_width, shrunk_height), Image.Resampling.BICUBIC)
-        replacement, inputs = self._process(image, options.processor_kwargs, layout.stands_alone)
-        shapes = {name: array.shape for name, array in inputs.items()}
-        if (replacement, shapes) != (layout.replacement, layout.input_shapes):
+        made = self._real.make(image, json.loads(options.processor_kwargs), stands_alone=layout.stands_alone)
+        told = (layout.replacement, layout.input_shapes, layout.layout)
+        if (made.replacement, made.shapes, _layout_numbers(made.inputs)) != told:
             raise RuntimeError(
-                f"{type(self._real).__name__} made {shapes} of a picture of {width}x{height}, and "
-                f"{layout.input_shapes} of a blank one: this processor looks at more than a picture's size"
+                f"the processor made {made.shapes} of a picture of {width}x{height}, and {layout.input_shapes} of a "
+                "blank one: it looks at more than a picture's size"
             )
-        return inputs
+        return made.inputs
 
     def expand(self, text: str, layouts: Sequence[ImageLayout]) -> str:
         """Put what stands for the i-th picture in the place of the i-th image token of `text`.
@@ -178,51 +181,26 @@ class PictureProcessor:
         """For each picture the positions `[start, end)` whose keys and values its content decides."""
         return content_spans(placeholders, joins_touching=self.joins_touching)
 
-    def _stands_alone(self, num_images: int) -> bool | None:
-        return num_images == 1 if self._company_matters else None
-
     def _layout(self, height: int, width: int, processor_kwargs: str, stands_alone: bool | None) -> ImageLayout:
-        # Not black: some processors warn of pictures that look as if they were scaled already.
-        blank = Image.new("RGB", (width, height), (128, 128, 128))
-        replacement, inputs = self._process(blank, processor_kwargs, stands_alone)
-        (tokens,) = self._backend.encode_batch_fast([replacement], add_special_tokens=False)
+        made = self._real.make_of_blank(height, width, json.loads(processor_kwargs), stands_alone=stands_alone)
+        (tokens,) = self._tokenizer.encode_batch_fast([made.replacement], add_special_tokens=False)
         embedded = np.asarray(tokens.ids) == self.embed_token_id
         edges = np.flatnonzero(np.diff(embedded, prepend=False, append=False))
         if not len(edges):
             raise MediaError(f"this model sees nothing in a picture of {width}x{height} pixels")
+        inputs = made.inputs
         return ImageLayout(
-            replacement=replacement,
+            replacement=made.replacement,
             embed_runs=tuple((edges[1::2] - edges[::2]).tolist()),
-            input_shapes={name: array.shape for name, array in inputs.items()},
-            num_input_bytes=sum(array.nbytes for array in inputs.values()),
-            layout={name: tuple(inputs[name].ravel().tolist()) for name in sorted(_LAYOUT_INPUTS & inputs.keys())},
+            input_shapes=made.shapes,
+            num_input_bytes=sum(self._real.item_bytes[name] * array.size for name, array in inputs.items()),
+            layout=_layout_numbers(inputs),
             stands_alone=stands_alone,
         )
 
-    def _process(
-        self, image: Image.Image, processor_kwargs: str, stands_alone: bool | None
-    ) -> tuple[str, dict[str, np.ndarray]]:
-        """The text in the picture's place, and its inputs."""
-        # Whether there is company matters, not which.
-        pictures = [image, Image.new("RGB", (1, 1))] if stands_alone is False else [image]
-        try:
-            processed, replacements = self._real._process_images([pictures], **self._images_kwargs(processor_kwargs))
-        except MemoryError:
-            raise
-        except Exception as error:  # whatever a processor raises for sizes or options it does not expect
-            size = f"{image.width}x{image.height}"
-            raise MediaError(f"this model cannot take a picture of {size} pixels: {error}") from error
-        names = [name for name in processed if name in self._real.model_input_names]
-        inputs = {name: np.ascontiguousarray(processed[name]) for name in names}
-        if stands_alone is False:
-            inputs = {name: array if name == _COMPANY_INPUT else array[:1] for name, array in inputs.items()}
-        return replacements[0], inputs
 
-    def _images_kwargs(self, processor_kwargs: str) -> dict[str, Any]:
-        """Everything that the image processor is called with, as the processor itself would put it together."""
-        chosen = self._server_kwargs | json.loads(processor_kwargs) | {"return_tensors": "np"}
-        merged = self._real._merge_kwargs(tokenizer_init_kwargs=self._real.tokenizer.init_kwargs, images_kwargs=chosen)
-        return merged["images_kwargs"]
+def _layout_numbers(inputs: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(inputs[name].ravel().tolist()) for name in sorted(_LAYOUT_INPUTS & inputs.keys())}
 
 
 def _fit(height: int, width: int, side: int) -> tuple[int, int]:
@@ -231,13 +209,3 @@ def _fit(height: int, width: int, side: int) -> tuple[int, int]:
     if longest <= side:
         return height, width
     return max(1, round(height * side / longest)), max(1, round(width * side / longest))
-
-
-def _fingerprint(real: ProcessorMixin, server_kwargs: Mapping[str, Any]) -> str:
-    import PIL
-    import transformers
-
-    described = real.to_dict() | {"video_processor": None}
-    versions = [transformers.__version__, PIL.__version__]
-    parts = [type(real).__name__, type(real.image_processor).__name__, described, server_kwargs, versions]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

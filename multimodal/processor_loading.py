@@ -47,7 +47,7 @@ def load_transformers_processor(model_dir: Path) -> ProcessorMixin | None:
         if "image_processor" not in parts or "tokenizer" not in parts:
             return None
         # The check of the parts' classes would refuse whatever stands for the video processor.
-        processor_class = type(
+        processor_class: Any = type(
             real_class.__name__, (real_class,), {"check_argument_for_proper_class": lambda *_: None}
         )
         values, _ = processor_class.get_processor_dict(model_dir, local_files_only=True)

@@ -193,6 +193,23 @@ def test_a_span_touches_exactly_the_blocks_it_overlaps(algo: str):
 
 
 @pytest.mark.parametrize("algo", ALGOS)
+def test_the_published_example_of_a_picture_in_every_block_of_a_prompt(algo: str):
+    token_ids = [1, 3, 7493, 1681, 1294, 1593, 3937, 9551, *[10] * 41, 4]
+    picture = ExtraKeySpan(8, 49, "mm", "a picture's hash")
+    blocks = spans_by_block([picture], 0, -(-len(token_ids) // 16), 16)
+    assert blocks == [[picture]] * 4, "its 41 placeholders reach into the fourth block, which is not full"
+    tags = [tagged_extra_keys(spans, 16 * index, 16 * index + 16) for index, spans in enumerate(blocks)]
+    assert tags == [(("mm", "a picture's hash", start),) for start in (8, -8, -24, -40)]
+
+    hasher = BlockHasher(algo, 16, seed="s")
+    hashes = hashes_of(hasher, token_ids, (picture,))
+    assert len(hashes) == 3, "a block that is not full has no hash"
+    filled = hashes_of(hasher, [*token_ids, *range(100, 114)], (picture,))
+    other = hashes_of(hasher, [*token_ids, *range(100, 114)], (ExtraKeySpan(8, 49, "mm", "another's"),))
+    assert filled[:3] == hashes and len({*filled, *other}) == 8
+
+
+@pytest.mark.parametrize("algo", ALGOS)
 def test_chains_of_different_namespaces_never_meet(algo: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     one, other = BlockHasher(algo, 4, namespace="one"), BlockHasher(algo, 4, namespace="other")
