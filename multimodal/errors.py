@@ -1,7 +1,11 @@
-"""What can be wrong with a picture. Each is the caller's fault; the API in front says which of its fields it was."""
+"""What goes wrong with what a caller sent."""
 
 from __future__ import annotations
 
 
 class MediaError(ValueError):
-    """No picture can be made of this. The message is for the caller."""
+    """A picture that cannot be used, for a reason its sender can act on.
+
+    The message is meant for that sender: it has the numbers, and neither secrets of a URL nor paths of this machine. It
+    does not say where in a request the picture stood; whoever knows that puts it in front.
+    """
