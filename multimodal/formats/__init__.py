@@ -1,0 +1,75 @@
+"""The image formats that are read, one room for each: what a file says of itself, and the same picture without the rest.
+
+A decoder gets pixels only. Text, profiles, thumbnails, further pages and directories are where files lie about sizes,
+and nothing of them is shown to a model.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from multimodal.errors import MediaError
+from multimodal.formats import bmp, gif, jpeg, png, tiff, webp
+from multimodal.formats.header import ImageHeader, broken
+
+__all__ = ["FORMATS", "ImageFormat", "ImageHeader", "identify"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFormat:
+    """One format. `plugin` is Pillow's class for it, used directly: `Image.open` would try, and load, all of them."""
+
+    name: str
+    starts: Callable[[bytes], bool]
+    parse_header: Callable[[bytes, int], ImageHeader]
+    only_pixels: Callable[[bytes], bytes]
+    plugin: Callable[[io.BytesIO], ImageFile]
+
+    def read_header(self, encoded: bytes, max_frames: int) -> ImageHeader:
+        """Raises MediaError. Takes time for at most `max_frames` + 1 frames, and no memory to speak of."""
+        try:
+            header = self.parse_header(encoded, max_frames)
+        except MediaError:
+            raise
+        except (ValueError, struct.error) as error:
+            raise broken(self.name, "its header is cut off or senseless") from error
+        if header.height == 0 or header.width == 0:
+            raise broken(self.name, f"it is {header.width} × {header.height} pixels large")
+        return header
+
+
+FORMATS = (
+    ImageFormat("PNG", lambda data: data.startswith(png.SIGNATURE), png.read_header, png.only_pixels, PngImageFile),
+    ImageFormat(
+        "JPEG", lambda data: data.startswith(jpeg.SIGNATURE), jpeg.read_header, jpeg.only_pixels, JpegImageFile
+    ),
+    ImageFormat("WebP", webp.starts, webp.read_header, webp.only_pixels, WebPImageFile),
+    ImageFormat("GIF", lambda data: data.startswith(gif.SIGNATURES), gif.read_header, gif.only_pixels, GifImageFile),
+    ImageFormat("BMP", lambda data: data.startswith(bmp.SIGNATURE), bmp.read_header, bmp.only_pixels, BmpImageFile),
+    ImageFormat(
+        "TIFF", lambda data: data.startswith(tiff.SIGNATURES), tiff.read_header, tiff.only_pixels, TiffImageFile
+    ),
+)
+
+
+def identify(encoded: bytes) -> ImageFormat:
+    """By its first bytes, never by what somebody says it is. Raises MediaError if it is none of `FORMATS`."""
+    for image_format in FORMATS:
+        if image_format.starts(encoded):
+            return image_format
+    if not encoded:
+        raise MediaError("the image is empty (0 bytes)")
+    names = ", ".join(image_format.name for image_format in FORMATS)
+    seen = "; it looks like HTML, XML or SVG" if encoded[:256].lstrip().startswith(b"<") else ""
+    raise MediaError(f"not an image in a format that is read ({names}){seen}")

@@ -1,0 +1,87 @@
+"""Encoded image → RGB pixels, in one canonical form, under limits."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+
+from multimodal.canonical_rgb import to_rgb
+from multimodal.errors import MediaError
+from multimodal.formats import ImageFormat, ImageHeader, identify
+from multimodal.formats.header import broken
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """What is decoded at most.
+
+    Pixels: 64 Mi, so that the 50 megapixels of a phone are decoded, while one decoding needs 192 MiB for its result and
+    at its height about 0.5 GiB (PNG, JPEG, GIF, BMP, TIFF) or 1 GiB (WebP, progressive JPEG). Frames: 1,000; only the
+    first one is looked at, and of a longer file that would be too little to answer from.
+    """
+
+    max_pixels: int = 64 << 20
+    max_frames: int = 1000
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_pixels", self.max_pixels), ("max_frames", self.max_frames)):
+            if value < 1:
+                raise ValueError(f"{name} must be positive, not {value}")
+
+
+def image_size(encoded: bytes, limits: ImageLimits) -> tuple[int, int]:
+    """(height, width) that `decode_image` would give, from the header alone: nothing is decoded.
+
+    Raises MediaError: not an image, broken so far as the header shows, beyond the limits.
+    """
+    return _read_header(encoded, limits)[1].size
+
+
+def decode_image(encoded: bytes, limits: ImageLimits) -> np.ndarray:
+    """The picture as `[height, width, 3]` uint8, C-contiguous, RGB.
+
+    As a person would see it: turned as its EXIF orientation says (a broken EXIF block is ignored), on white where it is
+    transparent, and of an animation or several pages the first one. Color profiles are not applied. What happens to each
+    kind of pixels: `canonical_rgb.to_rgb`. Raises MediaError for whatever is wrong, never anything else; the limits are
+    checked before anything is decoded.
+    """
+    image_format, header = _read_header(encoded, limits)
+    pixels = image_format.only_pixels(encoded)
+    try:
+        with image_format.plugin(io.BytesIO(pixels)) as image:
+            if (image.height, image.width) != (header.height, header.width):
+                raise broken(image_format.name, "it has two sizes")
+            image.load()
+            rgb = to_rgb(image)
+    except MediaError:
+        raise
+    except Exception as error:  # Pillow promises nothing about what it raises for hostile bytes
+        raise broken(image_format.name, str(error) or type(error).__name__) from error
+    return _turned(rgb, header.orientation)
+
+
+def _read_header(encoded: bytes, limits: ImageLimits) -> tuple[ImageFormat, ImageHeader]:
+    image_format = identify(encoded)
+    header = image_format.read_header(encoded, limits.max_frames)
+    num_pixels = header.height * header.width
+    if num_pixels > limits.max_pixels:
+        raise MediaError(
+            f"the image is too large: {header.width} × {header.height} = {num_pixels} pixels, "
+            f"more than {limits.max_pixels}"
+        )
+    if header.num_frames > limits.max_frames:
+        raise MediaError(f"the image has more than {limits.max_frames} frames")
+    return image_format, header
+
+
+def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """As EXIF means it: 6 was taken with the camera's right side up, and so on."""
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
