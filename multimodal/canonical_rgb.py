@@ -26,8 +26,8 @@ def to_rgb(image: Image) -> np.ndarray:
     """`[height, width, 3]` uint8, C-contiguous.
 
     - 1, L: grey. LA, La, PA, RGBA, RGBa, and a transparent color or palette entry: composited on white, rounded.
-    - P: through its palette. RGBX, CMYK, YCbCr, LAB, HSV: as Pillow converts them (CMYK without a profile; JPEGs of four
-      components are inverted ones, as Adobe writes them).
+    - P: through its palette. RGBX, CMYK, YCbCr, LAB, HSV: as Pillow converts them (CMYK without a profile; JPEGs of
+      four components are inverted ones, as Adobe writes them).
     - I;16 in every byte order: 0 to 65535 becomes 0 to 255, rounded. (Color of 16 bits Pillow reads as its upper byte.)
     - I and F do not say what is white. The first range that holds all values is scaled: for I 0 to 65535; for F 0 to 1,
       0 to 255, 0 to 65535; if there is none, the picture's own smallest to largest value. Nothing is clipped; NaN is

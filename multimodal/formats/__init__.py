@@ -1,4 +1,4 @@
-"""The image formats that are read, one room for each: what a file says of itself, and the same picture without the rest.
+"""The image formats that are read, a room for each: what a file says of itself, and the same picture without the rest.
 
 A decoder gets pixels only. Text, profiles, thumbnails, further pages and directories are where files lie about sizes,
 and nothing of them is shown to a model.
@@ -50,16 +50,12 @@ class ImageFormat:
 
 
 FORMATS = (
-    ImageFormat("PNG", lambda data: data.startswith(png.SIGNATURE), png.read_header, png.only_pixels, PngImageFile),
-    ImageFormat(
-        "JPEG", lambda data: data.startswith(jpeg.SIGNATURE), jpeg.read_header, jpeg.only_pixels, JpegImageFile
-    ),
+    ImageFormat("PNG", png.starts, png.read_header, png.only_pixels, PngImageFile),
+    ImageFormat("JPEG", jpeg.starts, jpeg.read_header, jpeg.only_pixels, JpegImageFile),
     ImageFormat("WebP", webp.starts, webp.read_header, webp.only_pixels, WebPImageFile),
-    ImageFormat("GIF", lambda data: data.startswith(gif.SIGNATURES), gif.read_header, gif.only_pixels, GifImageFile),
-    ImageFormat("BMP", lambda data: data.startswith(bmp.SIGNATURE), bmp.read_header, bmp.only_pixels, BmpImageFile),
-    ImageFormat(
-        "TIFF", lambda data: data.startswith(tiff.SIGNATURES), tiff.read_header, tiff.only_pixels, TiffImageFile
-    ),
+    ImageFormat("GIF", gif.starts, gif.read_header, gif.only_pixels, GifImageFile),
+    ImageFormat("BMP", bmp.starts, bmp.read_header, bmp.only_pixels, BmpImageFile),
+    ImageFormat("TIFF", tiff.starts, tiff.read_header, tiff.only_pixels, TiffImageFile),
 )
 
 

@@ -13,6 +13,10 @@ HEADER_BYTES = {CORE_HEADER_BYTES, 40, 52, 56, 64, 108, 124}
 RUN_LENGTH = {1, 2}
 
 
+def starts(data: bytes) -> bool:
+    return data.startswith(SIGNATURE)
+
+
 def read_header(data: bytes, max_frames: int) -> ImageHeader:
     (header_bytes,) = struct.unpack_from("<I", data, 14)
     if header_bytes not in HEADER_BYTES:

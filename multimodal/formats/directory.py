@@ -26,15 +26,15 @@ class Layout(NamedTuple):
         return 16 if self.is_big else 8
 
     @property
-    def count(self) -> struct.Struct:
+    def count_field(self) -> struct.Struct:
         return struct.Struct(self.order + ("Q" if self.is_big else "H"))
 
     @property
-    def entry(self) -> struct.Struct:
+    def entry_field(self) -> struct.Struct:
         return struct.Struct(self.order + ("HHQ8s" if self.is_big else "HHI4s"))
 
     @property
-    def offset(self) -> struct.Struct:
+    def offset_field(self) -> struct.Struct:
         return struct.Struct(self.order + ("Q" if self.is_big else "I"))
 
 
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
     tag: int
     kind: int
-    count: int
+    num_values: int
     value: bytes
 
 
@@ -55,7 +55,7 @@ class Directory(NamedTuple):
     def number(self, tag: int) -> int | None:
         """The field's value; None if there is no such field or it is not one unsigned number."""
         for entry in self.entries:
-            if entry.tag == tag and entry.count == 1 and entry.kind in NUMBER_BYTES:
+            if entry.tag == tag and entry.num_values == 1 and entry.kind in NUMBER_BYTES:
                 order = "little" if self.layout.order == "<" else "big"
                 return int.from_bytes(entry.value[: NUMBER_BYTES[entry.kind]], order)  # type: ignore[arg-type]
         return None
@@ -77,8 +77,8 @@ def read_start(data: bytes) -> tuple[Layout, int]:
 def read_directory(data: bytes, layout: Layout, offset: int) -> Directory:
     """Raises ValueError or struct.error if it does not lie in the data."""
     count, start, end = _bounds(data, layout, offset)
-    entries = [Entry(*fields) for fields in layout.entry.iter_unpack(data[start:end])] if count else []
-    return Directory(layout, entries, layout.offset.unpack_from(data, end)[0])
+    entries = [Entry(*fields) for fields in layout.entry_field.iter_unpack(data[start:end])] if count else []
+    return Directory(layout, entries, layout.offset_field.unpack_from(data, end)[0])
 
 
 def count_directories(data: bytes, layout: Layout, offset: int, limit: int) -> int:
@@ -90,7 +90,7 @@ def count_directories(data: bytes, layout: Layout, offset: int, limit: int) -> i
     while offset and offset not in seen and len(seen) <= limit:
         try:
             _, _, end = _bounds(data, layout, offset)
-            following = layout.offset.unpack_from(data, end)[0]
+            following = layout.offset_field.unpack_from(data, end)[0]
         except (ValueError, struct.error):
             break
         seen.add(offset)
@@ -115,9 +115,9 @@ def _bounds(data: bytes, layout: Layout, offset: int) -> tuple[int, int, int]:
     """(number of entries, where they start, where they end)."""
     if offset > len(data):
         raise ValueError("a directory beyond the end")
-    (count,) = layout.count.unpack_from(data, offset)
-    start = offset + layout.count.size
-    end = start + count * layout.entry.size
+    (count,) = layout.count_field.unpack_from(data, offset)
+    start = offset + layout.count_field.size
+    end = start + count * layout.entry_field.size
     if end > len(data):
         raise ValueError("a directory that does not end")
     return count, start, end

@@ -12,6 +12,10 @@ MAX_BLOCKS = 1 << 19
 EXTENSION, FRAME, TRAILER = b"!", b",", b";"
 
 
+def starts(data: bytes) -> bool:
+    return data.startswith(SIGNATURES)
+
+
 def read_header(data: bytes, max_frames: int) -> ImageHeader:
     """Frames are counted by stepping over their data, block by block, without decoding any, up to `max_frames` + 1.
 

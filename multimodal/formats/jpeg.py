@@ -11,7 +11,7 @@ from multimodal.formats.header import ImageHeader, broken
 
 SIGNATURE = b"\xff\xd8\xff"
 MAX_SEGMENTS = 4096
-MAX_SCANS = 200
+MAX_SCANS = 100
 """Encoders write about ten. Each costs a few bytes in the file and a walk over the whole picture when it is decoded."""
 START_OF_SCAN = 0xDA
 APPLICATION = range(0xE0, 0xF0)
@@ -27,6 +27,10 @@ class Segment(NamedTuple):
     start: int
     body: int
     end: int
+
+
+def starts(data: bytes) -> bool:
+    return data.startswith(SIGNATURE)
 
 
 def read_header(data: bytes, max_frames: int) -> ImageHeader:

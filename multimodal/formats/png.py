@@ -12,7 +12,7 @@ from multimodal.formats.header import ImageHeader, broken
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_CHUNKS = 1 << 17
-"""Far more than any encoder writes in a file that is sent to a model, and few enough to walk in tens of milliseconds."""
+"""Far more than encoders write, and few enough to walk in tens of milliseconds."""
 GREY, RGB, PALETTE = 0, 2, 3
 
 
@@ -20,6 +20,10 @@ class Chunk(NamedTuple):
     kind: bytes
     start: int
     end: int
+
+
+def starts(data: bytes) -> bool:
+    return data.startswith(SIGNATURE)
 
 
 def read_header(data: bytes, max_frames: int) -> ImageHeader:
@@ -87,7 +91,7 @@ def _chunks(data: bytes) -> Iterator[Chunk]:
 
 
 def _transparent_color(body: bytes, color_type: int, depth: int) -> bytes:
-    """The key color in the depth in which Pillow holds the pixels: grey of 2 and 4 bits becomes 8, RGB of 16 becomes 8."""
+    """In the depth in which Pillow holds the pixels: grey of 2 and 4 bits becomes 8, RGB of 16 becomes 8."""
     count = 1 if color_type == GREY else 3
     if len(body) < 2 * count:
         raise broken("PNG", "its transparent color is cut off")

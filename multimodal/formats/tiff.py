@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from multimodal.errors import MediaError
 from multimodal.formats import directory
 from multimodal.formats.directory import Directory, Entry
@@ -9,18 +11,24 @@ from multimodal.formats.header import ImageHeader, broken
 
 SIGNATURES = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
 WIDTH, HEIGHT, COMPRESSION = 256, 257, 259
-TILE_WIDTH, TILE_HEIGHT = 322, 323
+STRIPS, SAMPLES, STRIP_HEIGHT, PLANES = 273, 277, 278, 284
+TILE_WIDTH, TILE_HEIGHT, TILES = 322, 323, 324
 COMPRESSIONS = {1, 2, 3, 4, 5, 7, 8, 32773, 32946}
 """None, CCITT (three of them), LZW, JPEG, Deflate (two numbers for it), PackBits."""
 PIXEL_TAGS = {
-    *(WIDTH, HEIGHT, COMPRESSION, TILE_WIDTH, TILE_HEIGHT),
-    *(258, 262, 266, 277, 284, 317, 320, 332, 338, 339),  # bits, colors, samples, planes, predictor, palette
-    *(273, 278, 279, 324, 325),  # strips and tiles: where, how many rows, how many bytes
+    *(WIDTH, HEIGHT, COMPRESSION, STRIPS, SAMPLES, STRIP_HEIGHT, PLANES, TILE_WIDTH, TILE_HEIGHT, TILES),
+    *(258, 262, 266, 279, 317, 320, 325, 332, 338, 339),  # bits, colors, sizes of strips and tiles, predictor, palette
     *(292, 293, 347, 529, 530, 531, 532),  # CCITT's options, JPEG's tables, YCbCr
 }
 MAX_VALUES = 1 << 18
 """Of one field. So many tiles of 16 × 16 make 67 million pixels; Pillow needs some hundred bytes for each."""
+SEPARATE = 2
+"""Planes: every sample has strips or tiles of its own."""
 MAX_SMALL_TILE_PIXELS = 1 << 20
+
+
+def starts(data: bytes) -> bool:
+    return data.startswith(SIGNATURES)
 
 
 def read_header(data: bytes, max_frames: int) -> ImageHeader:
@@ -43,9 +51,9 @@ def only_pixels(data: bytes) -> bytes:
     kept = {entry.tag: entry for entry in reversed(entries) if entry.tag in PIXEL_TAGS}
     _check(first, kept)
     data += b"\x00" * (len(data) % 2)
-    fields = [layout.entry.pack(*kept[tag]) for tag in sorted(kept)]
-    ending = layout.count.pack(len(fields)) + b"".join(fields) + layout.offset.pack(0)
-    start = data[: layout.header_bytes - layout.offset.size] + layout.offset.pack(len(data))
+    fields = [layout.entry_field.pack(*kept[tag]) for tag in sorted(kept)]
+    ending = layout.count_field.pack(len(fields)) + b"".join(fields) + layout.offset_field.pack(0)
+    start = data[: layout.header_bytes - layout.offset_field.size] + layout.offset_field.pack(len(data))
     return start + data[layout.header_bytes :] + ending
 
 
@@ -57,8 +65,16 @@ def _check(first: Directory, kept: dict[int, Entry]) -> None:
     compression = first.number(COMPRESSION)
     if compression not in COMPRESSIONS | {None}:
         raise MediaError(f"TIFF images with compression {compression} are not read")
-    if too_many := [entry.tag for entry in kept.values() if entry.count > MAX_VALUES]:
+    if too_many := [entry.tag for entry in kept.values() if entry.num_values > MAX_VALUES]:
         raise broken("TIFF", f"field {too_many[0]} has more than {MAX_VALUES} values")
-    tile_pixels = (first.number(TILE_WIDTH) or 0) * (first.number(TILE_HEIGHT) or 0)
-    if tile_pixels > max(MAX_SMALL_TILE_PIXELS, (first.number(WIDTH) or 0) * (first.number(HEIGHT) or 0)):
+    width, height = first.number(WIDTH) or 0, first.number(HEIGHT) or 0
+    tile_width, tile_height = first.number(TILE_WIDTH) or width, first.number(TILE_HEIGHT) or height
+    if TILES in kept and tile_width * tile_height > max(MAX_SMALL_TILE_PIXELS, width * height):
         raise broken("TIFF", "a tile is larger than the picture")
+    num_planes = (first.number(SAMPLES) or 1) if first.number(PLANES) == SEPARATE else 1
+    num_strips = math.ceil(height / (first.number(STRIP_HEIGHT) or height))
+    num_tiles = math.ceil(width / tile_width) * math.ceil(height / tile_height)
+    for tag, num_expected in ((STRIPS, num_strips), (TILES, num_tiles)):
+        # Each costs the decoder up to a whole picture, and all of them may be the same bytes of the file.
+        if tag in kept and kept[tag].num_values > num_expected * num_planes:
+            raise broken("TIFF", f"it has {kept[tag].num_values} parts where {num_expected * num_planes} are enough")
