@@ -44,8 +44,8 @@ def decode_image(encoded: bytes, limits: ImageLimits) -> np.ndarray:
 
     As a person would see it: turned as its EXIF orientation says (a broken EXIF block is ignored), on white where it is
     transparent, and of an animation or several pages the first one. Color profiles are not applied. What happens to
-    each kind of pixels: `canonical_rgb.to_rgb`. Raises MediaError for whatever is wrong, never anything else; the limits are
-    checked before anything is decoded.
+    each kind of pixels: `canonical_rgb.to_rgb`. Raises MediaError for whatever is wrong, never anything else; the
+    limits are checked before anything is decoded.
     """
     image_format, header = _read_header(encoded, limits)
     pixels = image_format.only_pixels(encoded)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from PIL.BmpImagePlugin import BmpImageFile
@@ -33,20 +34,30 @@ class ImageFormat:
     name: str
     starts: Callable[[bytes], bool]
     parse_header: Callable[[bytes, int], ImageHeader]
-    only_pixels: Callable[[bytes], bytes]
+    strip: Callable[[bytes], bytes]
     plugin: Callable[[io.BytesIO], ImageFile]
 
     def read_header(self, encoded: bytes, max_frames: int) -> ImageHeader:
         """Raises MediaError. Takes time for at most `max_frames` + 1 frames, and no memory to speak of."""
-        try:
+        with self._structure_errors():
             header = self.parse_header(encoded, max_frames)
-        except MediaError:
-            raise
-        except (ValueError, struct.error) as error:
-            raise broken(self.name, "its header is cut off or senseless") from error
         if header.height == 0 or header.width == 0:
             raise broken(self.name, f"it is {header.width} × {header.height} pixels large")
         return header
+
+    def only_pixels(self, encoded: bytes) -> bytes:
+        """The same picture without what is not its pixels, for `plugin`. Raises MediaError."""
+        with self._structure_errors():
+            return self.strip(encoded)
+
+    @contextmanager
+    def _structure_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except MediaError:
+            raise
+        except (ValueError, struct.error) as error:
+            raise broken(self.name, "it is cut off or senseless") from error
 
 
 FORMATS = (
