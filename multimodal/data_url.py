@@ -8,7 +8,7 @@ from urllib.parse import unquote_to_bytes
 
 from multimodal.errors import MediaError
 
-PIECE_CHARS = 1 << 20
+PIECE_CHARS = 1 << 18
 """Decoding holds Python's lock; between two pieces others get it. A multiple of 4, so base64 can be cut there."""
 ESCAPE_CHARS = 3
 SPACES = "\t\n\f\r "

@@ -45,6 +45,23 @@ def _relative_path(url: str, root: Path) -> Path:
 
 
 def _read(root: Path, relative: Path, max_bytes: int) -> bytes:
+    file = _open(root, relative)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise MediaError("the file: URL names no regular file")
+        _check_size(status.st_size, max_bytes)
+        with open(file, "rb", closefd=False) as opened:
+            content = opened.read(max_bytes + 1)
+    except OSError as error:
+        raise MediaError("the file cannot be read") from error
+    finally:
+        os.close(file)
+    _check_size(len(content), max_bytes)
+    return content
+
+
+def _open(root: Path, relative: Path) -> int:
     *folders, name = relative.parts
     try:
         folder = os.open(root, NOT_FOLLOWED | os.O_DIRECTORY)
@@ -54,7 +71,7 @@ def _read(root: Path, relative: Path, max_bytes: int) -> bytes:
                 os.close(folder)
                 folder = inner
             # A pipe nobody writes to must not keep a thread.
-            file = os.open(name, NOT_FOLLOWED | os.O_NONBLOCK, dir_fd=folder)
+            return os.open(name, NOT_FOLLOWED | os.O_NONBLOCK, dir_fd=folder)
         finally:
             os.close(folder)
     except FileNotFoundError as error:
@@ -62,14 +79,6 @@ def _read(root: Path, relative: Path, max_bytes: int) -> bytes:
     except OSError as error:
         reason = OUTSIDE if error.errno in (errno.ELOOP, errno.ENOTDIR) else "the file cannot be opened"
         raise MediaError(reason) from error
-    with open(file, "rb") as opened:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise MediaError("the file: URL names no regular file")
-        _check_size(status.st_size, max_bytes)
-        content = opened.read(max_bytes + 1)
-    _check_size(len(content), max_bytes)
-    return content
 
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:

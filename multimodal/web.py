@@ -27,7 +27,8 @@ MAX_ADDRESSES = 4
 CONNECT_TIMEOUT_S = 3.0
 """To one address; a name may have several, of which the first may be dead."""
 DEFAULT_PORTS = {"http": 80, "https": 443}
-FIRST_UNPRIVILEGED_PORT = 1024
+ALLOWED_PORTS = {*DEFAULT_PORTS.values(), *range(1024, 1 << 16)}
+"""Below 1024 other services listen, which may read something into a request."""
 REDIRECTS = {301, 302, 303, 307, 308}
 HEADERS = [("Accept", "image/*"), ("Accept-Encoding", "identity"), ("User-Agent", "foreword")]
 MAX_RESOLVERS = 8
@@ -89,7 +90,7 @@ class WebFetcher:
         if not (host := _host(parsed)):
             raise MediaError("the URL names no host")
         port = _port(parsed)
-        if port < FIRST_UNPRIVILEGED_PORT and port not in DEFAULT_PORTS.values():
+        if port not in ALLOWED_PORTS:
             raise MediaError(f"port {port} is not one that pictures are loaded from")
         if not self._is_allowed_host(host):
             raise MediaError(f"the host {host} is not one that this server loads from")
