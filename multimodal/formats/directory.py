@@ -12,7 +12,9 @@ from typing import NamedTuple
 ORIENTATION = 274
 EXIF_PREFIX = b"Exif\x00\x00"
 NUMBER_BYTES = {1: 1, 3: 2, 4: 4, 16: 8}
-"""Field types that are one unsigned number, and their size."""
+"""Types of a field whose values are unsigned numbers → size of one."""
+VALUE_BYTES = NUMBER_BYTES | {2: 1, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 17: 8, 18: 8}
+"""All types."""
 
 
 class Layout(NamedTuple):
@@ -20,10 +22,6 @@ class Layout(NamedTuple):
 
     order: str
     is_big: bool
-
-    @property
-    def header_bytes(self) -> int:
-        return 16 if self.is_big else 8
 
     @property
     def count_field(self) -> struct.Struct:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,6 +18,8 @@ START_OF_SCAN = 0xDA
 APPLICATION = range(0xE0, 0xF0)
 COMMENT = 0xFE
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_FILL = re.compile(rb"\xff*")
+"""Before a marker there may be any number of them. Always matches."""
 STANDALONE = {0x01, *range(0xD0, 0xD9)}
 
 
@@ -65,8 +68,7 @@ def _segments(data: bytes) -> Iterator[Segment]:
     """All up to the first scan, that one included."""
     position = 2
     for _ in range(MAX_SEGMENTS):
-        while data[position : position + 2] == b"\xff\xff":
-            position += 1
+        position = max(position, _FILL.match(data, position).end() - 1)  # type: ignore[union-attr]
         if position + 4 > len(data):
             raise broken("JPEG", "it is cut off")
         if data[position] != 0xFF:

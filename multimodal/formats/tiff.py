@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+from PIL import TiffTags
 
 from multimodal.errors import MediaError
 from multimodal.formats import directory
-from multimodal.formats.directory import Directory, Entry
+from multimodal.formats.directory import Directory, Entry, Layout
 from multimodal.formats.header import ImageHeader, broken
 
 SIGNATURES = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
@@ -20,6 +23,8 @@ PIXEL_TAGS = {
     *(258, 262, 266, 279, 317, 320, 325, 332, 338, 339),  # bits, colors, sizes of strips and tiles, predictor, palette
     *(292, 293, 347, 529, 530, 531, 532),  # CCITT's options, JPEG's tables, YCbCr
 }
+BYTE_STRINGS = {1, 2, 7}
+"""Types whose values together are one to Pillow."""
 MAX_VALUES = 1 << 18
 """Of one field. So many tiles of 16 × 16 make 67 million pixels; Pillow needs some hundred bytes for each."""
 SEPARATE = 2
@@ -32,8 +37,8 @@ def starts(data: bytes) -> bool:
 
 
 def read_header(data: bytes, max_frames: int) -> ImageHeader:
-    first = _first_directory(data)
     layout, offset = directory.read_start(data)
+    first = directory.read_directory(data, layout, offset)
     orientation = directory.valid_orientation(first.number(directory.ORIENTATION))
     num_frames = directory.count_directories(data, layout, offset, max_frames)
     width, height = first.number(WIDTH), first.number(HEIGHT)
@@ -45,28 +50,23 @@ def read_header(data: bytes, max_frames: int) -> ImageHeader:
 def only_pixels(data: bytes) -> bytes:
     """The same first page, with a directory of nothing but what its pixels need.
 
-    So Pillow sees no other page, no directory below, no metadata, and no orientation (it would apply that itself).
+    So Pillow sees no other page, no directory below, no metadata, and no orientation (it would apply that itself). The
+    new directory is written over the old one, which is no shorter: what was cut off at the end stays missing.
     """
-    layout, entries, _ = first = _first_directory(data)
-    kept = {entry.tag: entry for entry in reversed(entries) if entry.tag in PIXEL_TAGS}
-    _check(first, kept)
-    data += b"\x00" * (len(data) % 2)
+    layout, offset = directory.read_start(data)
+    first = directory.read_directory(data, layout, offset)
+    kept = {entry.tag: entry for entry in reversed(first.entries) if entry.tag in PIXEL_TAGS}
+    _check(first, kept, len(data))
     fields = [layout.entry_field.pack(*kept[tag]) for tag in sorted(kept)]
-    ending = layout.count_field.pack(len(fields)) + b"".join(fields) + layout.offset_field.pack(0)
-    start = data[: layout.header_bytes - layout.offset_field.size] + layout.offset_field.pack(len(data))
-    return start + data[layout.header_bytes :] + ending
+    written = layout.count_field.pack(len(fields)) + b"".join(fields) + layout.offset_field.pack(0)
+    return data[:offset] + written + data[offset + len(written) :]
 
 
-def _first_directory(data: bytes) -> Directory:
-    return directory.read_directory(data, *directory.read_start(data))
-
-
-def _check(first: Directory, kept: dict[int, Entry]) -> None:
+def _check(first: Directory, kept: dict[int, Entry], num_file_bytes: int) -> None:
     compression = first.number(COMPRESSION)
     if compression not in COMPRESSIONS | {None}:
         raise MediaError(f"TIFF images with compression {compression} are not read")
-    if too_many := [entry.tag for entry in kept.values() if entry.num_values > MAX_VALUES]:
-        raise broken("TIFF", f"field {too_many[0]} has more than {MAX_VALUES} values")
+    _check_fields(first.layout, kept.values(), num_file_bytes)
     width, height = first.number(WIDTH) or 0, first.number(HEIGHT) or 0
     tile_width, tile_height = first.number(TILE_WIDTH) or width, first.number(TILE_HEIGHT) or height
     if TILES in kept and tile_width * tile_height > max(MAX_SMALL_TILE_PIXELS, width * height):
@@ -78,3 +78,21 @@ def _check(first: Directory, kept: dict[int, Entry]) -> None:
         # Each costs the decoder up to a whole picture, and all of them may be the same bytes of the file.
         if tag in kept and kept[tag].num_values > num_expected * num_planes:
             raise broken("TIFF", f"it has {kept[tag].num_values} parts where {num_expected * num_planes} are enough")
+
+
+def _check_fields(layout: Layout, entries: Iterable[Entry], num_file_bytes: int) -> None:
+    """What Pillow would say in a warning, and so in a log, as often as somebody sends it."""
+    num_bytes_elsewhere = 0
+    for entry in entries:
+        if entry.num_values > MAX_VALUES:
+            raise broken("TIFF", f"field {entry.tag} has more than {MAX_VALUES} values")
+        is_single = TiffTags.lookup(entry.tag).length == 1 and entry.kind not in BYTE_STRINGS
+        if is_single and entry.num_values != 1:
+            raise broken("TIFF", f"field {entry.tag} has {entry.num_values} values")
+        num_bytes = entry.num_values * directory.VALUE_BYTES.get(entry.kind, 0)
+        if num_bytes > len(entry.value):
+            num_bytes_elsewhere += num_bytes
+            if layout.offset_field.unpack(entry.value)[0] + num_bytes > num_file_bytes:
+                raise broken("TIFF", f"field {entry.tag} lies beyond the end")
+    if num_bytes_elsewhere > num_file_bytes:
+        raise broken("TIFF", "its fields are larger than the file")
