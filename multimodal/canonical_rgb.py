@@ -62,7 +62,7 @@ def _block_to_rgb(block: Image, key: Key, scale: tuple[float, float]) -> np.ndar
         return _keyed(((values + 128) // 257).astype(np.uint8), values, key)
     if mode in RANGES:
         low, span = scale
-        values = np.nan_to_num((np.asarray(block, np.float64)[:, :, None] - low) / span, nan=0.0)
+        values = np.nan_to_num((_as_floats(block)[:, :, None] - low) / span, nan=0.0)
         return np.rint(np.clip(values, 0.0, 1.0) * 255.0).astype(np.uint8)
     raise MediaError(f"images whose pixels are {mode!r} are not read")
 
@@ -92,13 +92,18 @@ def _scale(image: Image) -> tuple[float, float]:
     """(what becomes black, how far above it is white)."""
     low, high = np.inf, -np.inf
     for box in _blocks(image):
-        values = np.asarray(image.crop(box), np.float64)
+        values = _as_floats(image.crop(box))
         if (finite := values[np.isfinite(values)]).size:
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
     for white in RANGES[image.mode]:
         if low >= 0.0 and high <= white:
             return 0.0, white
     return (low, high - low) if high > low else (0.0, 1.0)
+
+
+def _as_floats(block: Image) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # NaNs that signal
+        return np.asarray(block).astype(np.float64)
 
 
 def _blocks(image: Image) -> Iterator[Box]:

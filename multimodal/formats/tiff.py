@@ -16,17 +16,21 @@ SIGNATURES = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
 WIDTH, HEIGHT, COMPRESSION = 256, 257, 259
 STRIPS, SAMPLES, STRIP_HEIGHT, PLANES = 273, 277, 278, 284
 TILE_WIDTH, TILE_HEIGHT, TILES = 322, 323, 324
-COMPRESSIONS = {1, 2, 3, 4, 5, 7, 8, 32773, 32946}
-"""None, CCITT (three of them), LZW, JPEG, Deflate (two numbers for it), PackBits."""
+COMPRESSIONS = {1, 5, 8, 32773, 32946}
+"""None, LZW, Deflate (two numbers for it), PackBits. If a file is broken in one of the others, CCITT and JPEG, libtiff
+may tell standard error of every row of it: so much that it fills a disk. Of these it tells once for a part at most."""
+MAX_SAMPLES = 6
 PIXEL_TAGS = {
     *(WIDTH, HEIGHT, COMPRESSION, STRIPS, SAMPLES, STRIP_HEIGHT, PLANES, TILE_WIDTH, TILE_HEIGHT, TILES),
     *(258, 262, 266, 279, 317, 320, 325, 332, 338, 339),  # bits, colors, sizes of strips and tiles, predictor, palette
-    *(292, 293, 347, 529, 530, 531, 532),  # CCITT's options, JPEG's tables, YCbCr
+    *(529, 530, 531, 532),  # what YCbCr means
 }
 BYTE_STRINGS = {1, 2, 7}
 """Types whose values together are one to Pillow."""
+MAX_PARTS = 1 << 14
+"""Strips or tiles; Pillow needs some hundred bytes for each."""
 MAX_VALUES = 1 << 18
-"""Of one field. So many tiles of 16 × 16 make 67 million pixels; Pillow needs some hundred bytes for each."""
+"""Of another field. A palette has up to 3 × 65536."""
 SEPARATE = 2
 """Planes: every sample has strips or tiles of its own."""
 MAX_SMALL_TILE_PIXELS = 1 << 20
@@ -71,7 +75,10 @@ def _check(first: Directory, kept: dict[int, Entry], num_file_bytes: int) -> Non
     tile_width, tile_height = first.number(TILE_WIDTH) or width, first.number(TILE_HEIGHT) or height
     if TILES in kept and tile_width * tile_height > max(MAX_SMALL_TILE_PIXELS, width * height):
         raise broken("TIFF", "a tile is larger than the picture")
-    num_planes = (first.number(SAMPLES) or 1) if first.number(PLANES) == SEPARATE else 1
+    num_samples = first.number(SAMPLES) or 1
+    if num_samples > MAX_SAMPLES:
+        raise broken("TIFF", f"it has {num_samples} samples for a pixel, more than {MAX_SAMPLES}")
+    num_planes = num_samples if first.number(PLANES) == SEPARATE else 1
     num_strips = math.ceil(height / (first.number(STRIP_HEIGHT) or height))
     num_tiles = math.ceil(width / tile_width) * math.ceil(height / tile_height)
     for tag, num_expected in ((STRIPS, num_strips), (TILES, num_tiles)):
@@ -84,8 +91,9 @@ def _check_fields(layout: Layout, entries: Iterable[Entry], num_file_bytes: int)
     """What Pillow would say in a warning, and so in a log, as often as somebody sends it."""
     num_bytes_elsewhere = 0
     for entry in entries:
-        if entry.num_values > MAX_VALUES:
-            raise broken("TIFF", f"field {entry.tag} has more than {MAX_VALUES} values")
+        max_values = MAX_PARTS if entry.tag in (STRIPS, TILES) else MAX_VALUES
+        if entry.num_values > max_values:
+            raise broken("TIFF", f"field {entry.tag} has {entry.num_values} values, more than {max_values}")
         is_single = TiffTags.lookup(entry.tag).length == 1 and entry.kind not in BYTE_STRINGS
         if is_single and entry.num_values != 1:
             raise broken("TIFF", f"field {entry.tag} has {entry.num_values} values")

@@ -165,16 +165,16 @@ GREY_2X2 = ((256, 4, 1, 2), (257, 4, 1, 2), (258, 3, 1, 8), (259, 3, 1, 1), (262
 def test_a_tiff_has_no_more_parts_than_pixels_need():
     one_strip = tiff(*GREY_2X2, (273, 4, 1, 1000), (278, 4, 1, 2), (279, 4, 1, 4), data=bytes([1, 2, 3, 4]))
     assert decode_image(one_strip, LIMITS)[:, :, 0].tolist() == [[1, 2], [3, 4]]
-    offsets = struct.pack("<I", 1000) * 100_000
-    many = tiff(*GREY_2X2, (273, 4, 100_000, 1000), (278, 4, 1, 1), (279, 4, 1, 4), data=offsets)
-    assert "100000 parts where 2 are enough" in refusal(many)
-    more = tiff(*GREY_2X2, (273, 4, 1 << 20, 1000), data=bytes(4 << 20))
-    assert "more than 262144 values" in refusal(more)
+    offsets = struct.pack("<I", 1000) * 20_000
+    many = tiff(*GREY_2X2, (273, 4, 10_000, 1000), (278, 4, 1, 1), (279, 4, 1, 4), data=offsets)
+    assert "10000 parts where 2 are enough" in refusal(many)
+    more = tiff(*GREY_2X2, (273, 4, 20_000, 1000), data=offsets)
+    assert "field 273 has 20000 values, more than 16384" in refusal(more)
     tile = tiff(*GREY_2X2, (322, 4, 1, 1 << 16), (323, 4, 1, 1 << 16), (324, 4, 1, 1000), (325, 4, 1, 4), data=bytes(4))
     assert "a tile is larger" in refusal(tile)
 
 
-@pytest.mark.parametrize("compression", [6, 34712, 34925, 50000, 50001, 65000])
+@pytest.mark.parametrize("compression", [2, 3, 4, 6, 7, 34712, 34925, 50000, 50001, 65000])
 def test_tiffs_in_rare_compressions_are_not_read(compression):
     fields = tuple(field for field in GREY_2X2 if field[0] != 259)
     encoded = tiff(*fields, (259, 3, 1, compression), (273, 4, 1, 1000), (279, 4, 1, 4), data=bytes(4))
@@ -227,8 +227,7 @@ def files() -> dict[str, bytes]:
         "bmp one bit": saved(grey.convert("1"), "BMP"),
         "tiff": saved(image, "TIFF", **frames),
         "tiff lzw": saved(image, "TIFF", compression="tiff_lzw", exif=exif(6)),
-        "tiff jpeg": saved(image, "TIFF", compression="jpeg"),
-        "tiff fax": saved(grey.convert("1"), "TIFF", compression="group4"),
+        "tiff packbits": saved(grey, "TIFF", compression="packbits"),
         "tiff deflate palette": saved(palette, "TIFF", compression="tiff_adobe_deflate"),
         "tiff float": saved(grey.convert("F"), "TIFF"),
         "tiff big": saved(image, "TIFF", big_tiff=True),
@@ -273,11 +272,12 @@ def test_a_file_cut_off_anywhere_is_an_error_or_the_whole_image(name, recwarn):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("seed", range(2))
-def test_a_file_changed_anywhere_is_an_error_or_an_image(name, seed, recwarn):
+def test_a_file_changed_anywhere_is_an_error_or_an_image(name, seed, recwarn, capfd):
     rng = random.Random(f"{name} {seed}")
     for _ in range(150):
         check(changed(bytearray(FILES[name]), rng))
     assert not recwarn.list, "nothing is said in a log"
+    assert capfd.readouterr().err.count("\n") <= 150, "libtiff does, once for a file"
 
 
 def changed(data: bytearray, rng: random.Random) -> bytes:

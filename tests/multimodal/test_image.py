@@ -70,7 +70,6 @@ def test_a_picture_is_the_same_in_every_format_that_keeps_it(file_format, option
         ("MPO", {"quality": 95, "save_all": True, "append_images": [Image.new("RGB", (9, 9))]}),
         ("WEBP", {"quality": 95}),
         ("GIF", {}),
-        ("TIFF", {"compression": "jpeg"}),
     ],
 )
 def test_a_picture_is_nearly_the_same_in_every_other_format(file_format, options):
