@@ -25,8 +25,6 @@ PIXEL_TAGS = {
     *(258, 262, 266, 279, 317, 320, 325, 332, 338, 339),  # bits, colors, sizes of strips and tiles, predictor, palette
     *(529, 530, 531, 532),  # what YCbCr means
 }
-BYTE_STRINGS = {1, 2, 7}
-"""Types whose values together are one to Pillow."""
 MAX_PARTS = 1 << 14
 """Strips or tiles; Pillow needs some hundred bytes for each."""
 MAX_VALUES = 1 << 18
@@ -88,15 +86,15 @@ def _check(first: Directory, kept: dict[int, Entry], num_file_bytes: int) -> Non
 
 
 def _check_fields(layout: Layout, entries: Iterable[Entry], num_file_bytes: int) -> None:
-    """What Pillow would say in a warning, and so in a log, as often as somebody sends it."""
+    """So that Pillow reads the numbers that are checked here, and has nothing to warn of, however often it is asked."""
     num_bytes_elsewhere = 0
     for entry in entries:
         max_values = MAX_PARTS if entry.tag in (STRIPS, TILES) else MAX_VALUES
         if entry.num_values > max_values:
             raise broken("TIFF", f"field {entry.tag} has {entry.num_values} values, more than {max_values}")
-        is_single = TiffTags.lookup(entry.tag).length == 1 and entry.kind not in BYTE_STRINGS
-        if is_single and entry.num_values != 1:
-            raise broken("TIFF", f"field {entry.tag} has {entry.num_values} values")
+        is_number = entry.num_values == 1 and entry.kind in directory.NUMBER_BYTES
+        if TiffTags.lookup(entry.tag).length == 1 and not is_number:
+            raise broken("TIFF", f"field {entry.tag} is not one number")
         num_bytes = entry.num_values * directory.VALUE_BYTES.get(entry.kind, 0)
         if num_bytes > len(entry.value):
             num_bytes_elsewhere += num_bytes

@@ -92,6 +92,13 @@ def test_every_format_says_its_size_in_time(encoded):
     assert "too large" in refusal(encoded)
 
 
+def test_an_image_that_says_two_sizes_is_refused():
+    encoded = saved(Image.fromarray(smooth(16, 16)), "JPEG")
+    frame = encoded.index(b"\xff\xc0")
+    small = encoded[frame : frame + 5] + struct.pack(">HH", 1, 1) + encoded[frame + 9 : frame + 19]
+    assert "two sizes" in refusal(encoded[:frame] + small + encoded[frame:], ImageLimits(max_pixels=1))
+
+
 @pytest.mark.parametrize("size", [(0, 1), (1, 0), (0, 0)])
 def test_an_image_without_pixels_is_broken(size):
     one = struct.pack(">II", 1, 1)
@@ -179,6 +186,17 @@ def test_tiffs_in_rare_compressions_are_not_read(compression):
     fields = tuple(field for field in GREY_2X2 if field[0] != 259)
     encoded = tiff(*fields, (259, 3, 1, compression), (273, 4, 1, 1000), (279, 4, 1, 4), data=bytes(4))
     assert f"compression {compression} are not read" in refusal(encoded)
+
+
+@pytest.mark.parametrize("kind", [1, 6, 8, 9, 13])
+def test_a_field_of_another_type_does_not_slip_through(kind):
+    fields = tuple(field for field in GREY_2X2 if field[0] != 259)
+    encoded = tiff(*fields, (259, kind, 1, 7), (273, 4, 1, 1000), (279, 4, 1, 4), data=bytes(4))
+    assert (
+        "compression 7 are not read" in refusal(encoded)
+        if kind == 1
+        else "field 259 is not one number" in refusal(encoded)
+    )
 
 
 def test_pages_that_form_a_circle_end():

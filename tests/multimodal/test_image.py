@@ -248,6 +248,15 @@ def test_cmyk_in_both_polarities():
     assert np.abs(decoded(saved(image, "JPEG", quality=100)).astype(int) - [255, 0, 0]).max() <= 3
 
 
+def test_what_adobe_says_of_the_colors_of_a_jpeg_counts():
+    """Its marker may say that the components are RGB; without it they would be taken for YCbCr."""
+    encoded = saved(Image.fromarray(smooth(16, 16)), "JPEG")
+    assert encoded[2:4] == b"\xff\xe0"
+    rgb = encoded[:2] + b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0\0" + encoded[20:]
+    assert np.array_equal(decoded(rgb), np.asarray(Image.open(io.BytesIO(rgb))))
+    assert not np.array_equal(decoded(rgb), decoded(encoded))
+
+
 @pytest.mark.parametrize("mode", ["YCbCr", "HSV", "RGBX"])
 def test_other_color_spaces_are_as_pillow_converts_them(mode):
     image = Image.fromarray(noise(5, 7)).convert(mode)

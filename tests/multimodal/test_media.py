@@ -258,8 +258,9 @@ async def test_a_name_is_resolved_once_and_connected_to_where_it_was_checked():
     assert checked.num_connections == 1
 
 
-async def test_of_several_addresses_the_first_that_answers_is_used():
-    names = Names(pictures_example=[["127.0.0.2", "127.0.0.1"]])
+@pytest.mark.parametrize("addresses", [["127.0.0.2", "127.0.0.1"], ["127.0.0.1", "127.0.0.2"]])
+async def test_of_several_addresses_the_first_that_answers_is_used(addresses):
+    names = Names(pictures_example=[addresses])
     every_loopback = lambda address: address.is_loopback  # noqa: E731
     async with (
         media_host(http_answer(PICTURE)) as host,
