@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL.Image import Image
 
-from multimodal.errors import MediaError
+from .errors import MediaError
 
 BLOCK_PIXELS = 1 << 18
 TRANSPARENT_MODES = {"RGBA", "RGBa", "LA", "La", "PA"}

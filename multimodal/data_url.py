@@ -6,7 +6,7 @@ import binascii
 from collections.abc import Iterator
 from urllib.parse import unquote_to_bytes
 
-from multimodal.errors import MediaError
+from .errors import MediaError
 
 PIECE_CHARS = 1 << 18
 """Decoding holds Python's lock; between two pieces others get it. A multiple of 4, so base64 can be cut there."""

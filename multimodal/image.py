@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from multimodal.canonical_rgb import to_rgb
-from multimodal.errors import MediaError
-from multimodal.formats import ImageFormat, ImageHeader, identify
-from multimodal.formats.header import broken
+from .canonical_rgb import to_rgb
+from .errors import MediaError
+from .formats import ImageFormat, ImageHeader, identify
+from .formats.header import broken
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from multimodal.errors import MediaError
+from .errors import MediaError
 
 NOT_FOLLOWED = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 OUTSIDE = "this server loads files only from below the folder its operator allows"

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import httpx
 
-from multimodal.data_url import decode_data_url
-from multimodal.errors import MediaError
-from multimodal.local_file import read_local_file
-from multimodal.public_address import is_public
-from multimodal.web import IsAllowedAddress, Resolve, WebFetcher
+from .data_url import decode_data_url
+from .errors import MediaError
+from .local_file import read_local_file
+from .public_address import is_public
+from .web import IsAllowedAddress, Resolve, WebFetcher
 
 SCHEMES = "data:, https:, http: and file:"
 INLINE_CHARS = 1 << 16

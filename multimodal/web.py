@@ -19,8 +19,8 @@ from ipaddress import ip_address
 import httpcore
 import httpx
 
-from multimodal.errors import MediaError
-from multimodal.public_address import Address
+from .errors import MediaError
+from .public_address import Address
 
 MAX_URL_CHARS = 8192
 MAX_ADDRESSES = 4

@@ -21,8 +21,9 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from multimodal.errors import MediaError
-from multimodal.formats import bmp, gif, jpeg, png, tiff, webp
-from multimodal.formats.header import ImageHeader, broken
+
+from . import bmp, gif, jpeg, png, tiff, webp
+from .header import ImageHeader, broken
 
 __all__ = ["FORMATS", "ImageFormat", "ImageHeader", "identify"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 
 from multimodal.errors import MediaError
-from multimodal.formats.header import ImageHeader, broken
+
+from .header import ImageHeader, broken
 
 SIGNATURE = b"BM"
 CORE_HEADER_BYTES = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from multimodal.formats.header import ImageHeader, broken
+from .header import ImageHeader, broken
 
 SIGNATURES = (b"GIF87a", b"GIF89a")
 MAX_BLOCKS = 1 << 19

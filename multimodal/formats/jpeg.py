@@ -7,8 +7,8 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from multimodal.formats import directory
-from multimodal.formats.header import ImageHeader, broken
+from . import directory
+from .header import ImageHeader, broken
 
 SIGNATURE = b"\xff\xd8\xff"
 MAX_SEGMENTS = 4096

@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from multimodal.formats import directory
-from multimodal.formats.header import ImageHeader, broken
+from . import directory
+from .header import ImageHeader, broken
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_CHUNKS = 1 << 17

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from PIL import TiffTags
 
 from multimodal.errors import MediaError
-from multimodal.formats import directory
-from multimodal.formats.directory import Directory, Entry, Layout
-from multimodal.formats.header import ImageHeader, broken
+
+from . import directory
+from .directory import Directory, Entry, Layout
+from .header import ImageHeader, broken
 
 SIGNATURES = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
 WIDTH, HEIGHT, COMPRESSION = 256, 257, 259

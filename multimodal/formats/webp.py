@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from multimodal.formats import directory
-from multimodal.formats.header import ImageHeader, broken
+from . import directory
+from .header import ImageHeader, broken
 
 MAX_CHUNKS = 1 << 17
 

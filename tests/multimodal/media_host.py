@@ -6,7 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
+from multimodal.media import MediaLoader, MediaPolicy
+from multimodal.public_address import Address, is_public
+
+PICTURE = b"as good as a picture"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -55,6 +60,20 @@ def http_answer(body: bytes = b"", *headers: str, status: str = "200 OK") -> byt
 
 def redirect(location: str, status: str = "302 Found") -> bytes:
     return http_answer(b"", f"Location: {location}", status=status)
+
+
+def local_or_public(address: Address) -> bool:
+    """The test hosts count as public; all other closed addresses do not."""
+    return address == ip_address("127.0.0.1") or is_public(address)
+
+
+@asynccontextmanager
+async def loader(*, is_allowed_address=local_or_public, resolve=None, **policy) -> AsyncIterator[MediaLoader]:
+    made = MediaLoader(MediaPolicy(**policy), is_allowed_address=is_allowed_address, resolve=resolve)
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 class Names:
