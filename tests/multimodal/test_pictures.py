@@ -5,6 +5,7 @@ import io
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ class Processor:
     layouts_made: list[tuple[int, int]] = field(default_factory=list)
     made: list[tuple[int, int]] = field(default_factory=list)
     may_go_on: threading.Event = field(default_factory=threading.Event)
-    begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    begun: SimpleQueue[tuple[int, int]] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
         self.may_go_on.set()
@@ -44,7 +45,7 @@ class Processor:
         return ImageLayout("<image>", (num_pixels,), {}, 12 * num_pixels, stands_alone=stands_alone)
 
     def model_inputs(self, pixels: np.ndarray, options: ImageOptions, num_images: int) -> dict[str, np.ndarray]:
-        self.begun.release()
+        self.begun.put(pixels.shape[:2])
         assert self.may_go_on.wait(60)
         self.made.append(pixels.shape[:2])
         if pixels[0, 0, 0] == 13:
@@ -251,9 +252,9 @@ class TestTenants:
         assert house.stats.processor_cache_hits == 1
 
     async def test_names_are_a_tenants_own(self, house: House):
-        await house.one(CAT, "mine", uuid="pet")
-        await house.one(DOG, "yours", uuid="pet")
-        assert (await house.one(None, "mine", uuid="pet")).content_hash == (await house.one(CAT)).content_hash
+        await house.one(CAT, "anna", uuid="pet")
+        await house.one(DOG, "otto", uuid="pet")
+        assert (await house.one(None, "anna", uuid="pet")).content_hash == (await house.one(CAT)).content_hash
         with pytest.raises(PictureError, match="uuid 'pet' is not known here"):
             await house.one(None, "", uuid="pet")
 
@@ -383,7 +384,7 @@ class TestSideBySide:
         picture = await house.one(CAT)
         house.processor.may_go_on.clear()
         calls = [asyncio.create_task(house.pictures.inputs(picture)) for _ in range(3)]
-        await asyncio.to_thread(house.processor.begun.acquire)
+        await asyncio.to_thread(house.processor.begun.get)
         calls[0].cancel()
         calls[2].cancel()
         await asyncio.wait([calls[0], calls[2]])
@@ -396,7 +397,7 @@ class TestSideBySide:
         picture = await house.one(CAT)
         house.processor.may_go_on.clear()
         call = asyncio.create_task(house.pictures.inputs(picture))
-        await asyncio.to_thread(house.processor.begun.acquire)
+        await asyncio.to_thread(house.processor.begun.get)
         call.cancel()
         next_call = asyncio.create_task(house.pictures.inputs(picture))
         house.processor.may_go_on.set()
@@ -407,7 +408,7 @@ class TestSideBySide:
         cat, dog = await house.pictures.prepare([given(CAT), given(encoded(pixels_of(2, 3, 5)))], "")
         house.processor.may_go_on.clear()
         running = asyncio.create_task(house.pictures.inputs(cat))
-        await asyncio.to_thread(house.processor.begun.acquire)
+        await asyncio.to_thread(house.processor.begun.get)
         given_up = asyncio.create_task(house.pictures.inputs(dog))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -424,14 +425,12 @@ class TestSideBySide:
         small = await house.one(CAT)
         house.processor.may_go_on.clear()
         held_up = [asyncio.create_task(house.pictures.inputs(picture)) for picture in large]
-        await asyncio.to_thread(house.processor.begun.acquire)
+        assert await asyncio.to_thread(house.processor.begun.get) == (height, 2_048)
         call = asyncio.create_task(house.pictures.inputs(small))
         # It gets its turn while the large one that began still runs, and two more wait.
-        await asyncio.to_thread(house.processor.begun.acquire)
+        assert await asyncio.to_thread(house.processor.begun.get) == (6, 8)
         house.processor.may_go_on.set()
-        await call
-        await asyncio.gather(*held_up)
-        assert (6, 8) in house.processor.made
+        await asyncio.gather(call, *held_up)
 
     async def test_a_known_picture_is_prepared_while_others_are_worked_on(self):
         house = House(num_threads=1)
@@ -439,7 +438,7 @@ class TestSideBySide:
         dog = await house.one(DOG)
         house.processor.may_go_on.clear()
         held_up = [asyncio.create_task(house.pictures.inputs(picture)) for picture in (cat, dog)]
-        await asyncio.to_thread(house.processor.begun.acquire)
+        await asyncio.to_thread(house.processor.begun.get)
         assert (await house.one(CAT)).key == cat.key
         house.processor.may_go_on.set()
         await asyncio.gather(*held_up)
@@ -447,7 +446,7 @@ class TestSideBySide:
     async def test_the_event_loop_goes_on_meanwhile(self, house: House):
         house.processor.may_go_on.clear()
         call = asyncio.create_task(house.pictures.inputs(await house.one(CAT)))
-        await asyncio.to_thread(house.processor.begun.acquire)
+        await asyncio.to_thread(house.processor.begun.get)
         await asyncio.sleep(0.01)
         house.processor.may_go_on.set()
         await call
@@ -458,7 +457,7 @@ async def test_closing_drops_what_has_not_begun_and_closes_the_loader():
     pictures = await house.pictures.prepare([given(CAT), given(DOG)], "")
     house.processor.may_go_on.clear()
     running, waiting = (asyncio.create_task(house.pictures.inputs(picture)) for picture in pictures)
-    await asyncio.to_thread(house.processor.begun.acquire)
+    await asyncio.to_thread(house.processor.begun.get)
     await house.pictures.close()
     assert house.loader.is_closed
     with pytest.raises(asyncio.CancelledError):
