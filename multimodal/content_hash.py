@@ -11,8 +11,8 @@ hashed in two stages, so that what must be decoded for it is known apart from wh
 
 Integers are little-endian. A value is a letter and what it takes to read it back: `n` None, `f` False, `t` True, `i`
 u32 + decimal digits, `d` an IEEE 754 double, `s` u32 + UTF-8, `l` u32 number of values, then each, `m` u32 number of
-entries, then each key (as `s`) and value, by key. Every part is counted or of fixed length, so no two different pictures
-have equal bytes.
+entries, then each key (as `s`) and value, by key. Every part is counted or of fixed length, so no two different
+pictures have equal bytes.
 
 `encoded` names bytes before they are decoded, and `feature_key` what may be shared within one tenant.
 """
@@ -36,6 +36,7 @@ MMHashAlgo = Literal["sha256", "blake3", "xxhash"]
 _PIXELS_TAG = b"foreword pixels v1\0"
 _PICTURE_TAG = b"foreword picture v1\0"
 _ENCODED_TAG = b"foreword encoded picture v1\0"
+_URL_TAG = b"foreword picture url v1\0"
 _KEY_TAG = b"foreword feature key v1\0"
 _STANDS_ALONE = {None: b"\0", False: b"\1", True: b"\2"}
 
@@ -62,11 +63,15 @@ class ContentHasher:
         self.algo: MMHashAlgo = algo
         self._new_hash = _hash_factory(algo, seed)
 
-    def encoded(self, encoded: bytes) -> bytes:
-        """Digest of a picture file as it came. Equal bytes decode to equal pixels; the converse does not hold."""
+    def encoded(self, encoded: bytes | str) -> bytes:
+        """Digest of a picture file as it came, or of a data: URL. Equal ones have equal pixels, but so may others."""
         state = self._new_hash()
-        state.update(_ENCODED_TAG)
-        state.update(encoded)
+        if isinstance(encoded, str):
+            state.update(_URL_TAG)
+            state.update(encoded.encode())
+        else:
+            state.update(_ENCODED_TAG)
+            state.update(encoded)
         return state.digest()
 
     def pixels(self, pixels: np.ndarray) -> bytes:
@@ -79,7 +84,7 @@ class ContentHasher:
             raise ValueError(f"pixels must be uint8 [height, width, channels], not {pixels.dtype} {list(pixels.shape)}")
         state = self._new_hash()
         state.update(_PIXELS_TAG + struct.pack("<III", *pixels.shape))
-        state.update(memoryview(np.ascontiguousarray(pixels)).cast("B"))
+        state.update(np.ascontiguousarray(pixels).reshape(-1).data)
         return state.digest()
 
     def content(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .byte_lru import ByteLRU
 from .errors import MediaError
 from .picture import PictureContent
@@ -44,7 +46,7 @@ class NamedPictures:
                 f"uuid {shown(uuid)} names another picture; a name is bound to the picture it was first sent with"
             )
         content = known.content
-        self._known.put(key, known, len(content) if isinstance(content, bytes) else content.nbytes)
+        self._known.put(key, known, content.nbytes if isinstance(content, np.ndarray) else len(content))
 
 
 def shown(uuid: str) -> str:

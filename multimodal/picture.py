@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from .layout import ImageLayout
     from .options import ImageOptions
 
-# A picture file, or decoded pixels: uint8 [height, width, 3].
-PictureContent = bytes | np.ndarray
+# A picture file, or a data: URL with one in it, as it came: what is known already is not worth reading base64 for.
+EncodedPicture = bytes | str
+# That, or decoded pixels: uint8 [height, width, 3].
+PictureContent = EncodedPicture | np.ndarray
 
 
 class PictureError(MediaError):
@@ -49,7 +51,7 @@ class PictureSource:
     where: str
     options: ImageOptions
     url: str | None = None
-    data: PictureContent | None = None
+    data: bytes | np.ndarray | None = None
     uuid: str | None = None
 
 

@@ -16,7 +16,7 @@ from .errors import MediaError
 from .image import ImageLimits, decode_image, image_size
 from .known_layouts import KnownLayouts
 from .named_pictures import KnownContent, NamedPictures
-from .picture import Picture, PictureContent, PictureError, PictureSource, errors_at
+from .picture import EncodedPicture, Picture, PictureContent, PictureError, PictureSource, errors_at
 from .shared_calls import SharedCalls
 from .work_threads import WorkThreads
 
@@ -163,7 +163,7 @@ class Pictures:
         """A picture that comes with its content."""
         with errors_at(source.where):
             content = await self._load(source)
-            if isinstance(content, bytes):
+            if isinstance(content, EncodedPicture):
                 seen = await self._look_at_file(content, tenant)
             else:
                 digest = await self._threads.run(lambda: self._hasher.pixels(content), content.size // 3)
@@ -184,7 +184,8 @@ class Pictures:
         if source.url is not None and source.data is not None:
             raise MediaError("a picture has either a url or data, not both")
         if source.url is not None:
-            return await self.loader.load(source.url)
+            is_content = source.url[:5].lower() == "data:"
+            return source.url if is_content else await self.loader.load(source.url)
         data = source.data
         if not isinstance(data, np.ndarray):
             return bytes(data or b"")
@@ -192,7 +193,7 @@ class Pictures:
         # A copy, so that what is hashed now is what the model sees later.
         return await self._threads.run(lambda: _read_only(np.array(data, order="C")), data.size // 3)
 
-    async def _look_at_file(self, encoded: bytes, tenant: str) -> _Decoded:
+    async def _look_at_file(self, encoded: EncodedPicture, tenant: str) -> _Decoded:
         digest = await self._threads.run_quick(lambda: self._hasher.encoded(encoded))
         memo_key = feature_key(digest, tenant)
         self.stats.memo_queries += 1
@@ -210,13 +211,14 @@ class Pictures:
 
         return await self._decoding.run(memo_key, look)
 
-    async def _decode(self, encoded: bytes, use: Callable[[np.ndarray], T]) -> tuple[np.ndarray, T]:
+    async def _decode(self, encoded: EncodedPicture, use: Callable[[np.ndarray], T]) -> tuple[np.ndarray, T]:
         """The picture, and what `use` makes of it, in a thread."""
         limits = self._limits
-        height, width = await self._threads.run_quick(lambda: image_size(encoded, limits))
+        file = await self.loader.load(encoded) if isinstance(encoded, str) else encoded
+        height, width = await self._threads.run_quick(lambda: image_size(file, limits))
 
         def decode() -> tuple[np.ndarray, T]:
-            pixels = _read_only(decode_image(encoded, limits))
+            pixels = _read_only(decode_image(file, limits))
             return pixels, use(pixels)
 
         self.stats.decodes += 1
@@ -255,9 +257,9 @@ class Pictures:
 
         self.stats.processor_calls += 1
         content = picture.content
-        pixels = self._pixels.get(picture.pixels_key) if isinstance(content, bytes) else content
+        pixels = self._pixels.get(picture.pixels_key) if isinstance(content, EncodedPicture) else content
         if pixels is None:
-            assert isinstance(content, bytes)
+            assert isinstance(content, EncodedPicture)
             _, inputs = await self._decode(content, process)
         else:
             inputs = await self._threads.run(partial(process, pixels), picture.height * picture.width)

@@ -56,6 +56,7 @@ class TestEveryAlgorithm:
         assert hash_of(square, hasher) != hash_of(turned, hasher)
         # The memory layout is none of the picture's.
         assert hash_of(np.rot90(turned, 3), hasher) == hash_of(square, hasher)
+        assert hash_of(np.asfortranarray(square), hasher) == hash_of(square, hasher)
         grey = np.full((8, 8, 3), 7, np.uint8)
         assert hash_of(np.rot90(grey), hasher) == hash_of(grey, hasher)
 
@@ -77,6 +78,10 @@ class TestEveryAlgorithm:
     def test_a_file_is_never_taken_for_pixels(self, algo: str):
         hasher, pixels = ContentHasher(algo), picture(4, 4)
         assert hasher.encoded(pixels.tobytes()) != hasher.pixels(pixels)
+
+    def test_a_url_is_never_taken_for_a_file(self, algo: str):
+        hasher = ContentHasher(algo)
+        assert hasher.encoded("data:,x") != hasher.encoded(b"data:,x")
 
     def test_70000_tiny_pictures_have_70000_keys(self, algo: str):
         hasher = ContentHasher(algo)

@@ -175,6 +175,17 @@ class TestOnce:
         assert house.stats.decodes == 1
         assert (house.stats.memo_queries, house.stats.memo_hits) == (15, 14)
 
+    async def test_a_data_url_that_is_known_is_not_even_read(self, house: House):
+        url = "data:image/png;base64,cat"
+        house.loader.files = {url: CAT}
+        pictures = [await house.one(None, url=url, uuid="cat") for _ in range(3)]
+        pictures += [await house.one(None, uuid="cat"), await house.one(CAT)]
+        assert len({picture.key for picture in pictures}) == 1
+        assert house.loader.loaded == [url]
+        house.pictures._pixels.clear()
+        assert (await house.pictures.inputs(pictures[0]))["pixel_values"].shape == (1, 6, 8, 3)
+        assert house.loader.loaded == [url, url]
+
     async def test_the_same_picture_twice_in_a_prompt_is_decoded_once(self, house: House):
         first, second = await house.pictures.prepare([given(CAT), given(CAT)], "")
         assert first.key == second.key
