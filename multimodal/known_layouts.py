@@ -18,12 +18,16 @@ _MAX_BYTES = 4 << 20
 _LAYOUT_BYTES = 1024
 _RUN_BYTES = 40
 
-# Height, width, options, and whether the picture is the only one of its prompt: more of its company counts nowhere.
-_Key = tuple[int, int, "ImageOptions", bool]
+# Tenant, height, width, options, and whether the picture is the only one of its prompt: more of its company counts
+# nowhere.
+_Key = tuple[str, int, int, "ImageOptions", bool]
 
 
 class KnownLayouts:
-    """`PictureProcessor.layout` in threads, once for all who ask for the same at the same time. For one event loop."""
+    """`PictureProcessor.layout` in threads, remembered by tenant: how fast one comes tells nobody what others sent.
+
+    For one event loop.
+    """
 
     def __init__(self, processor: PictureProcessor, threads: WorkThreads) -> None:
         self._processor = processor
@@ -31,9 +35,9 @@ class KnownLayouts:
         self._known: ByteLRU[_Key, ImageLayout] = ByteLRU(_MAX_BYTES)
         self._calls: SharedCalls[ImageLayout] = SharedCalls()
 
-    async def get(self, height: int, width: int, options: ImageOptions, num_images: int) -> ImageLayout:
+    async def get(self, height: int, width: int, options: ImageOptions, num_images: int, tenant: str) -> ImageLayout:
         """Raises MediaError: the processor does not take such a picture."""
-        key = (height, width, options, num_images == 1)
+        key = (tenant, height, width, options, num_images == 1)
         known = self._known.get(key)
         if known is not None:
             return known
@@ -42,7 +46,7 @@ class KnownLayouts:
             layout = await self._threads.run(
                 lambda: self._processor.layout(height, width, options, num_images), height * width
             )
-            weight = _LAYOUT_BYTES + len(layout.replacement) + _RUN_BYTES * len(layout.embed_runs)
+            weight = _LAYOUT_BYTES + len(tenant) + len(layout.replacement) + _RUN_BYTES * len(layout.embed_runs)
             self._known.put(key, layout, weight)
             return layout
 

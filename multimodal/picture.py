@@ -60,7 +60,7 @@ class Picture:
     """A picture whose place in the prompt is known, and of which model inputs can be made.
 
     `content_hash` is equal where the model sees the same, `key` where besides the tenant is the same (`feature_key`).
-    `num_images` is how many pictures its prompt has. `content` is what inputs are made of, should the engine want them.
+    `content` is what inputs are made of, should the engine want them.
     """
 
     where: str
@@ -70,6 +70,5 @@ class Picture:
     width: int
     layout: ImageLayout
     options: ImageOptions
-    num_images: int
     content: PictureContent = field(repr=False)
     pixels_key: bytes = field(repr=False)

@@ -81,8 +81,8 @@ class _Decoded:
 class Pictures:
     """Prepares the pictures of prompts and makes model inputs of them. Use from one event loop; `close()` it at last.
 
-    Nothing that one tenant caused to be kept is used for another: what was decoded, processed or named counts within
-    its tenant. Only layouts are shared, which tell sizes and options apart but not pictures.
+    Nothing that one tenant caused to be kept is used for another: what was decoded, laid out, processed or named counts
+    within its tenant.
 
     Args:
         loader: fetches URLs; closed with this.
@@ -227,7 +227,7 @@ class Pictures:
     async def _place(self, source: PictureSource, known: KnownContent, num_images: int, tenant: str) -> Picture:
         height, width, options = known.height, known.width, source.options
         with errors_at(source.where):
-            layout = await self._layouts.get(height, width, options, num_images)
+            layout = await self._layouts.get(height, width, options, num_images, tenant)
         content_hash = self._content_hash(known.pixels_digest, options, layout)
         return Picture(
             where=source.where,
@@ -237,7 +237,6 @@ class Pictures:
             width=width,
             layout=layout,
             options=options,
-            num_images=num_images,
             content=known.content,
             pixels_key=feature_key(known.pixels_digest, tenant),
         )
@@ -252,7 +251,7 @@ class Pictures:
 
     async def _process(self, picture: Picture) -> ModelInputs:
         def process(pixels: np.ndarray) -> ModelInputs:
-            made = self.processor.model_inputs(pixels, picture.options, picture.num_images)
+            made = self.processor.model_inputs(pixels, picture.options, picture.layout)
             return {name: _read_only(np.ascontiguousarray(array)) for name, array in made.items()}
 
         self.stats.processor_calls += 1

@@ -7,7 +7,6 @@ picture for each (size, options), and what it made of it is remembered.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,8 +32,6 @@ from .real_processor import RealProcessor
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-# Sizes whose layouts are remembered. One weighs as much as its replacement: kilobytes, for the largest pictures 200 KB.
-_MAX_LAYOUTS = 256
 # Families that let the tokens of a picture, and of pictures that touch, see each other in both directions.
 _JOIN_TOUCHING = frozenset({"Gemma3Processor"})
 # The inputs that decide positions, not only embeddings (`get_rope_index`).
@@ -94,7 +91,6 @@ class PictureProcessor:
         self._tokenizer = processor.tokenizer.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._remembered_layout = functools.lru_cache(maxsize=_MAX_LAYOUTS)(self._layout)
 
         self.image_token: str = processor.image_token
         # The first of a modality's ids is the one that is embedded; others mark rows and ends.
@@ -126,7 +122,8 @@ class PictureProcessor:
     def layout(self, height: int, width: int, options: ImageOptions, num_images: int) -> ImageLayout:
         """What the processor makes of a picture of `height` × `width` pixels, one of the `num_images` of its prompt.
 
-        The first picture of a size costs a good part of what processing it does.
+        It costs a good part of what processing a picture does. Nothing is remembered here: who asked for which size is
+        for callers to keep apart (`KnownLayouts`).
 
         Raises:
             MediaError: the processor does not take a picture of this size.
@@ -134,19 +131,18 @@ class PictureProcessor:
         if options.shrinks:
             height, width = _fit(height, width, LOW_DETAIL_SIDE)
         stands_alone = num_images == 1 if self._real.company_matters else None
-        return self._remembered_layout(height, width, options.processor_kwargs, stands_alone)
+        return self._layout(height, width, options.processor_kwargs, stands_alone)
 
-    def model_inputs(self, pixels: np.ndarray, options: ImageOptions, num_images: int) -> dict[str, np.ndarray]:
+    def model_inputs(self, pixels: np.ndarray, options: ImageOptions, layout: ImageLayout) -> dict[str, np.ndarray]:
         """The inputs of one picture, `pixels` [height, width, 3] uint8, by the arguments of `get_image_features`.
 
-        They are what the processor makes of it among the `num_images` of its prompt, without the padding that brings
-        others of them to one size, and of the shapes that `layout` told.
+        They are what the processor makes of it in its prompt, without the padding that brings the prompt's pictures to
+        one size, and of the shapes that `layout` (of its size, options and prompt) told.
 
         Raises:
             MediaError: the processor does not take the picture.
         """
         height, width = pixels.shape[:2]
-        layout = self.layout(height, width, options, num_images)
         image = Image.fromarray(pixels)
         if options.shrinks:
             shrunk_height, shrunk_width = _fit(height, width, LOW_DETAIL_SIDE)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from multimodal.options import ImageOptions
 from multimodal.processor import PictureProcessor, load_picture_processor
 from multimodal.processor_loading import load_transformers_processor
 from tests.tiny_vlm_processors import save_tiny_processor
@@ -50,6 +51,13 @@ def processor_of(family: str) -> PictureProcessor:
     processor = load_picture_processor(directory_of(family))
     assert processor is not None
     return processor
+
+
+def inputs_of(
+    processor: PictureProcessor, pixels: np.ndarray, options: ImageOptions, num_images: int
+) -> dict[str, np.ndarray]:
+    """The inputs of one of `num_images` pictures."""
+    return processor.model_inputs(pixels, options, processor.layout(*pixels.shape[:2], options, num_images))
 
 
 @functools.cache

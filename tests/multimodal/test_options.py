@@ -10,7 +10,7 @@ import pytest
 from multimodal.errors import MediaError
 from multimodal.options import ImageOptions, OptionError
 from multimodal.processor import load_picture_processor
-from tests.multimodal.families import directory_of, processor_of
+from tests.multimodal.families import directory_of, inputs_of, processor_of
 
 
 def test_equal_choices_are_equal_however_they_are_written():
@@ -111,4 +111,4 @@ def test_what_the_processor_itself_cannot_do_is_told_with_its_reason(family: str
     with pytest.raises(MediaError, match=r"cannot take a picture of 15x17 pixels: ."):
         processor.layout(17, 15, options, 1)
     with pytest.raises(MediaError, match=r"cannot take a picture of 15x17 pixels: ."):
-        processor.model_inputs(np.zeros((17, 15, 3), np.uint8), options, 1)
+        inputs_of(processor, np.zeros((17, 15, 3), np.uint8), options, 1)

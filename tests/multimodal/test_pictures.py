@@ -44,7 +44,7 @@ class Processor:
         num_pixels = height * width
         return ImageLayout("<image>", (num_pixels,), {}, 12 * num_pixels, stands_alone=stands_alone)
 
-    def model_inputs(self, pixels: np.ndarray, options: ImageOptions, num_images: int) -> dict[str, np.ndarray]:
+    def model_inputs(self, pixels: np.ndarray, options: ImageOptions, layout: ImageLayout) -> dict[str, np.ndarray]:
         self.begun.put(pixels.shape[:2])
         assert self.may_go_on.wait(60)
         self.made.append(pixels.shape[:2])
@@ -138,11 +138,10 @@ class TestIdentity:
         assert len({picture.key for picture in seen}) == 1
         assert house.stats.decodes == 4
 
-    async def test_it_comes_with_size_layout_and_the_number_of_its_company(self, house: House):
+    async def test_it_comes_with_size_and_layout(self, house: House):
         cat, dog = await house.pictures.prepare([given(CAT), given(encoded(pixels_of(2, 3, 5)))], "")
         assert (cat.height, cat.width) == (6, 8) and (dog.height, dog.width) == (3, 5)
         assert cat.layout.embed_runs == (48,) and dog.layout.embed_runs == (15,)
-        assert cat.num_images == dog.num_images == 2
 
     async def test_options_processor_and_company_decide_too(self, house: House):
         low = await house.one(CAT, options=ImageOptions("low"))
@@ -196,7 +195,7 @@ class TestOnce:
         await house.one(CAT, options=ImageOptions("low"))
         assert house.stats.decodes == 1
 
-    async def test_a_size_is_laid_out_once_for_all_who_ask_at_once_or_later(self, house: House):
+    async def test_a_size_is_laid_out_once_however_many_ask_at_once(self, house: House):
         await house.pictures.prepare([given(encoded(pixels_of(number))) for number in range(8)], "")
         await house.one(DOG, "another tenant")
         assert house.processor.layouts_made == [(6, 8), (6, 8)]  # in company, and alone
@@ -247,6 +246,11 @@ class TestTenants:
         assert await cost("yours") == (1, 1)
         assert await cost("") == (1, 1)
         assert house.stats.memo_hits == 1 and house.stats.processor_cache_hits == 1
+
+    async def test_what_sizes_another_tenant_sent_cannot_be_told(self, house: House):
+        for tenant in ("mine", "mine", "yours"):
+            await house.one(CAT, tenant)
+        assert len(house.processor.layouts_made) == 2
 
     async def test_pixels_of_another_tenant_are_not_used(self, house: House):
         await house.one(CAT, "mine")

@@ -63,7 +63,7 @@ async def test_inputs_are_those_the_processor_makes_of_the_decoded_picture(pictu
     cat, dog = await pictures.prepare(sources(data_url(pixels_of(1)), data_url(pixels_of(2, 33, 50))), "")
     for picture, pixels in ((cat, pixels_of(1)), (dog, pixels_of(2, 33, 50))):
         inputs = await pictures.inputs(picture)
-        expected = pictures.processor.model_inputs(pixels, picture.options, 2)
+        expected = pictures.processor.model_inputs(pixels, picture.options, picture.layout)
         assert inputs.keys() == expected.keys()
         assert all((inputs[name] == expected[name]).all() for name in expected)
         assert sum(array.nbytes for array in inputs.values()) == picture.layout.num_input_bytes
