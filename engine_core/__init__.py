@@ -16,9 +16,11 @@ if TYPE_CHECKING:
         EngineOutputs,
         EngineRequest,
         ExtraKeySpan,
+        MultimodalFeature,
         RequestError,
         RequestOutput,
         SamplingParams,
+        WantedFeature,
     )
     from ipc.stats import EngineStats, PrefixCacheReset
 
@@ -33,9 +35,11 @@ _HOMES = {
     "EngineOutputs": "ipc.messages",
     "EngineRequest": "ipc.messages",
     "ExtraKeySpan": "ipc.messages",
+    "MultimodalFeature": "ipc.messages",
     "RequestError": "ipc.messages",
     "RequestOutput": "ipc.messages",
     "SamplingParams": "ipc.messages",
+    "WantedFeature": "ipc.messages",
     "EngineConfig": "engine_core.config",
     "EngineCore": "engine_core.engine",
     "EngineOverloadedError": "engine_core.errors",
@@ -63,11 +67,13 @@ __all__ = [
     "InvalidConfigError",
     "InvalidRequestError",
     "ModelNotFoundError",
+    "MultimodalFeature",
     "PrefixCacheReset",
     "RequestError",
     "RequestOutput",
     "ResolvedModel",
     "SamplingParams",
+    "WantedFeature",
     "resolve_model",
     "tokenizer_digest",
 ]

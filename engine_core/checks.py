@@ -33,10 +33,13 @@ def check_config(config: EngineConfig) -> None:
     Raises:
         InvalidConfigError: naming the setting.
     """
-    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_feature_input_bytes"):
         if getattr(config, name) < 1:
             raise InvalidConfigError(f"{name}: must be at least 1, is {getattr(config, name)}")
-    for name in ("max_model_len", "num_blocks", "kv_cache_memory_bytes", "num_threads"):
+    for name in (
+        *("max_model_len", "num_blocks", "kv_cache_memory_bytes", "num_threads"),
+        *("encoder_cache_bytes", "max_num_encoder_tokens"),
+    ):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise InvalidConfigError(f"{name}: must be at least 1, is {value}")
@@ -53,6 +56,8 @@ def check_config(config: EngineConfig) -> None:
         raise InvalidConfigError(f"long_prefill_token_threshold: {config.long_prefill_token_threshold} is negative")
     if config.long_prefill_token_threshold and not config.enable_chunked_prefill:
         raise InvalidConfigError("long_prefill_token_threshold: needs enable_chunked_prefill")
+    if not (math.isfinite(config.feature_timeout_s) and config.feature_timeout_s > 0):
+        raise InvalidConfigError(f"feature_timeout_s: must be finite and above 0, is {config.feature_timeout_s}")
     if not 0 <= config.watermark < 1:
         raise InvalidConfigError(f"watermark: a share of the pool in [0, 1), is {config.watermark}")
     if not 0 < config.kv_cache_metrics_sample <= 1:

@@ -48,6 +48,13 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         max_num_queued_requests: most sequences that may wait beyond those that free seats (`max_num_seqs`) admit at
             once; further requests are refused as `overloaded`. A request with `n` continuations counts `n`.
         max_num_queued_tokens: the same for their prompt tokens.
+        encoder_cache_bytes: memory for what the encoder made of pictures; default room for 16,384 rows, or for as many
+            as a prompt or a step may have.
+        max_num_encoder_tokens: most rows that are encoded in one step; default `max_num_batched_tokens`. A single
+            picture may be larger.
+        max_feature_input_bytes: most bytes of pictures' inputs that are held or asked for; a request that needs more by
+            itself gets them when nobody else holds any.
+        feature_timeout_s: how long a frontend may take to send the inputs it is asked for; then its request ends.
     """
 
     model: str = ""
@@ -79,3 +86,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     linear_kernel: bool = True
     max_num_queued_requests: int | None = None
     max_num_queued_tokens: int | None = None
+    encoder_cache_bytes: int | None = None
+    max_num_encoder_tokens: int | None = None
+    max_feature_input_bytes: int = 1 << 29
+    feature_timeout_s: float = 60.0

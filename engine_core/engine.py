@@ -6,15 +6,20 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError
+import numpy as np
+
+from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError, WantedFeature
 from ipc.stats import EngineStats, PrefixCacheReset
 
 from .admission import AdmissionGate
 from .checks import check_config, check_request
 from .config import EngineConfig
+from .encoder_cache import encoder_cache_bytes
 from .errors import InvalidConfigError, InvalidRequestError
+from .feature_checks import FeatureLimits, check_features, check_inputs
+from .features import FeatureManager
 from .kv_cache import BlockHasher, BlockResidency, KVCacheManager
 from .request import Request
 from .runner import ModelInfo, Runner
@@ -27,7 +32,9 @@ class EngineCore:
     """Runs many requests on one model, sharing the KV cache of their common prefixes.
 
     Call `add_request` whenever you like and `step` while `has_unfinished_requests`. One thread at a time, except
-    `prepare_request` and `stats`, which any thread may call at any time.
+    `prepare_request` and `stats`, which any thread may call at any time. Pictures' inputs come with `add_request`, or
+    when they are needed: after each call that may need some, `take_wanted` tells of which `supply_feature` must follow;
+    until `has_work_now` again, `step` does nothing.
 
     Args:
         config: see `EngineConfig`.
@@ -69,6 +76,10 @@ class EngineCore:
             namespace=info.cache_namespace,
         )
         self._residency = BlockResidency(config.kv_cache_metrics_sample) if config.kv_cache_metrics else None
+        self._features = make_feature_manager(config, runner)
+        self._feature_limits = FeatureLimits.of(
+            config, info, self._features.cache.capacity_bytes if self._features else 0
+        )
         self._scheduler = Scheduler(
             KVCacheManager(
                 info.num_blocks,
@@ -88,6 +99,7 @@ class EngineCore:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             reserve_full_sequence=config.reserve_full_sequence,
             num_watermark_blocks=int(config.watermark * info.num_blocks),
+            features=self._features,
         )
         self._gate = AdmissionGate(
             self._scheduler,
@@ -97,14 +109,21 @@ class EngineCore:
         self._num_failed_steps = 0
         self.num_consecutive_failed_steps = 0
 
-    def add_request(self, request: EngineRequest) -> None:
-        """Queue a request.
+    def add_request(
+        self, request: EngineRequest, inputs: Mapping[bytes, Mapping[str, np.ndarray]] | None = None
+    ) -> None:
+        """Queue a request. `inputs` are those of its `mm_features`, by key, as far as they are at hand: the others are
+        asked for when they are needed (`take_wanted`).
 
         Raises:
             InvalidRequestError: it can never run here; `.param` names the field.
             EngineOverloadedError: too many wait (`max_num_queued_requests`, `max_num_queued_tokens`); try again later.
         """
-        self.add_prepared(self.prepare_request(request))
+        prepared = self.prepare_request(request)
+        if inputs:
+            check_inputs(inputs, request.mm_features)
+            prepared.inputs = inputs
+        self.add_prepared(prepared)
 
     def prepare_request(self, request: EngineRequest) -> Request:
         """Check a request and hash its blocks: the part of adding it that needs no engine state.
@@ -113,6 +132,7 @@ class EngineCore:
             InvalidRequestError: it can never run here.
         """
         check_request(request, self.capabilities)
+        units = check_features(request, self._feature_limits)
         params = request.sampling_params
         num_prompt_tokens = len(request.prompt_token_ids)
         room = self.capabilities.max_model_len - num_prompt_tokens
@@ -121,6 +141,7 @@ class EngineCore:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             arrival_time_s=time.time() if request.arrival_time_s is None else request.arrival_time_s,
+            feature_units=units,
         )
         self._hash_blocks(prepared)
         return prepared
@@ -152,7 +173,7 @@ class EngineCore:
         self._scheduler.abort_continuations(continuations)
 
     def step(self) -> EngineOutputs:
-        """Compute one step. Empty if nothing is unfinished.
+        """Compute one step. Empty if nothing is unfinished, or everything that is waits for inputs.
 
         If the model fails, the requests of this step end with `finish_reason` "error", their blocks
         are freed, nothing computed in this step stays in the cache, and the engine goes on.
@@ -160,7 +181,7 @@ class EngineCore:
         step = self._scheduler.schedule()
         self._gate.observe_step()
         if not step.scheduled:
-            return EngineOutputs()
+            return EngineOutputs(step.failed)
         try:
             if step.copies:
                 self.runner.copy_blocks(step.copies)
@@ -173,12 +194,38 @@ class EngineCore:
             outputs = self._scheduler.withdraw(step)
             for output in outputs:
                 output.error = reason
-            return EngineOutputs(outputs)
+            return EngineOutputs(step.failed + outputs)
         self.num_consecutive_failed_steps = 0
-        return EngineOutputs(self._scheduler.update(step, result))
+        return EngineOutputs(step.failed + self._scheduler.update(step, result))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._scheduler.requests)
+
+    def has_work_now(self) -> bool:
+        """Whether `step` would do something now. False while all unfinished requests wait for inputs; that one of them
+        has waited too long is work.
+        """
+        return self._scheduler.has_work_now()
+
+    def take_wanted(self) -> list[WantedFeature]:
+        """The features whose inputs are needed, each once: to be answered by `supply_feature`, unless its request ends.
+
+        There may be more after `add_request`, `add_prepared`, `step`, `abort_requests` and `abort_continuations`.
+        """
+        return [] if self._features is None else self._features.take_wanted()
+
+    def supply_feature(
+        self,
+        request_id: str,
+        key: bytes,
+        inputs: Mapping[str, np.ndarray],
+        error: RequestError | None = None,
+    ) -> None:
+        """Here are inputs that were wanted; with `error`, why there are none, which ends the request in the next step.
+
+        What is not awaited (any more) is dropped.
+        """
+        self._scheduler.supply_feature(request_id, key, inputs, error)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> PrefixCacheReset:
         """Forget every cached prefix; nothing changes while a running request holds blocks.
@@ -207,6 +254,7 @@ class EngineCore:
             failed_steps=self._num_failed_steps,
             block_residency={} if self._residency is None else self._residency.durations(),
             **dataclasses.asdict(scheduler.counters),
+            **({} if self._features is None else self._features.stats()),
         )
 
     def _hash_blocks(self, request: Request) -> None:
@@ -252,3 +300,20 @@ def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:
             step_tokens,
         )
     return usable
+
+
+def make_feature_manager(config: EngineConfig, runner: Runner) -> FeatureManager | None:
+    """None where the model takes no pictures."""
+    multimodal = runner.info.multimodal
+    if multimodal is None:
+        return None
+    return FeatureManager(
+        runner.encode,
+        embed_bytes=multimodal.embed_bytes,
+        cache_bytes=encoder_cache_bytes(
+            config, embed_bytes=multimodal.embed_bytes, max_model_len=runner.info.max_model_len
+        ),
+        max_rows_per_step=config.max_num_encoder_tokens or config.max_num_batched_tokens,
+        max_input_bytes=config.max_feature_input_bytes,
+        timeout_s=config.feature_timeout_s,
+    )

@@ -6,9 +6,13 @@ import copy
 import enum
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from ipc.messages import EngineRequest, ExtraKeySpan, RequestTiming, SamplingParams, TokenLogprob
+
+from .feature_layout import FeatureUnit
 
 
 class RequestStatus(enum.IntEnum):
@@ -30,6 +34,8 @@ class Request:
     `prompt_logprobs` collects those of the prompt until they are given out; None where nobody asked.
     `created_s`, `admitted_s` (first admission) and `first_token_s` are on the clock of `time.monotonic`; a continuation
     shares those of the first.
+    `features` are the pictures in its prompt, `feature_units` what of them is computed together, and `features_end`
+    where the last one ends (0 without any); `inputs` are those its caller had at hand, by key.
     """
 
     __slots__ = (
@@ -39,8 +45,12 @@ class Request:
         "block_hashes",
         "created_s",
         "extra_key_spans",
+        "feature_units",
+        "features",
+        "features_end",
         "first_token_s",
         "index",
+        "inputs",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -58,7 +68,15 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, source: EngineRequest, *, max_tokens: int, seed: int, arrival_time_s: float) -> None:
+    def __init__(
+        self,
+        source: EngineRequest,
+        *,
+        max_tokens: int,
+        seed: int,
+        arrival_time_s: float,
+        feature_units: tuple[FeatureUnit, ...] = (),
+    ) -> None:
         """`max_tokens`, `seed` and `arrival_time_s` are the source's with their defaults resolved."""
         self.request_id: str = source.request_id
         self.output_id: str = source.request_id
@@ -68,6 +86,10 @@ class Request:
         self.num_prompt_tokens: int = len(self.token_ids)
         self.sampling_params: SamplingParams = source.sampling_params
         self.extra_key_spans: Sequence[ExtraKeySpan] = source.extra_key_spans
+        self.features = source.mm_features
+        self.feature_units = feature_units
+        self.features_end = self.features[-1].end if self.features else 0
+        self.inputs: Mapping[bytes, Mapping[str, np.ndarray]] = {}
         self.priority: int = source.priority
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if self.sampling_params.prompt_logprobs is not None:

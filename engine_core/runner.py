@@ -31,7 +31,7 @@ class ScheduledRequest:
     `block_ids` is the whole block table (a live view: do not keep or change it). K/V of position `p` goes
     to slot `block_ids[p // block_size] * block_size + p % block_size`, except in the first
     `num_shared_blocks` blocks: those were found in the cache, hold their K/V already and are never written
-    (slot -1). `features` are those that overlap the tokens to compute, by position.
+    (slot -1). `features` are those with an embedded token among the tokens to compute, by position.
     """
 
     request: Request

@@ -4,20 +4,25 @@ There is no prefill phase and no decode phase: each request catches up from `num
 step gives every request as many new tokens as its budget allows (vLLM's idea). Running requests come first, in
 order of admission; then waiting ones are admitted while budget, seats and blocks last. When a running request
 finds no block, another one is preempted: its blocks are freed, and it is computed again later, mostly from the cache.
+
+Where a prompt has pictures, `FeatureManager` says how far a chunk can reach, and has them encoded.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ipc.messages import FinishReason, RequestOutput
+import numpy as np
+
+from ipc.messages import FinishReason, RequestError, RequestOutput
 
 from .config import SchedulingPolicy
+from .features import FeatureError, FeatureManager
 from .kv_cache import KVCacheManager, PrefixHit
 from .request import Request, RequestStatus, continuation_id
-from .runner import ScheduledRequest, StepResult
+from .runner import EncodedFeature, ScheduledRequest, StepResult
 from .stats import SchedulerCounters
 from .waiting_queue import make_waiting_queue
 
@@ -26,25 +31,36 @@ from .waiting_queue import make_waiting_queue
 class Step:
     """One scheduled step: what to compute, in batch order, and who had to give way for it.
 
-    `copies` are blocks to copy first, `(source, target)`.
+    `copies` are blocks to copy first, `(source, target)`; `failed` are the last words of requests that ended before it
+    for want of a picture.
     """
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    failed: list[RequestOutput] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.scheduled)
+
+    def drop(self, request: Request) -> int:
+        """Take `request` out, if it is in; returns of how many tokens."""
+        for place, entry in enumerate(self.scheduled):
+            if entry.request is request:
+                del self.scheduled[place]
+                return entry.num_tokens
+        return 0
 
 
 class Scheduler:
     """Continuous batching over a `KVCacheManager`.
 
     Every request added fits the pool alone (`EngineCore` refuses others), so whenever requests are unfinished,
-    `schedule` returns a step that computes at least one token. The cost of a step grows with what is scheduled, not
-    with how many wait or how much is cached; the first in the queue is looked up again only when blocks were freed
-    for it or more of it was cached (with `reserve_full_sequence`; else in every step).
+    `schedule` returns a step that computes at least one token, unless all wait for pictures' inputs, or one ends or is
+    preempted for want of them. The cost of a step grows with what is scheduled, not with how many wait or how much is
+    cached; the first in the queue is looked up again only when blocks were freed for it or more of it was cached (with
+    `reserve_full_sequence`; else in every step).
 
     Args:
         kv: block tables and prefix cache.
@@ -53,6 +69,7 @@ class Scheduler:
         max_model_len: a request that reaches this many tokens is finished.
         eos_token_ids: end a request unless it ignores them.
         hash_blocks: extends a request's `block_hashes`; called when a generated token completes a block.
+        features: for requests with pictures; without it there must be none.
     """
 
     def __init__(
@@ -69,6 +86,7 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         reserve_full_sequence: bool = True,
         num_watermark_blocks: int = 0,
+        features: FeatureManager | None = None,
     ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
@@ -81,12 +99,26 @@ class Scheduler:
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.reserve_full_sequence = reserve_full_sequence
         self.num_watermark_blocks = num_watermark_blocks
+        self._optional_features = features
         self.requests: dict[str, Request] = {}
         # Of requests with several continuations: caller's id → those unfinished, in order.
         self._families: dict[str, list[Request]] = {}
         self.running: list[Request] = []
         self.waiting = make_waiting_queue(policy)
         self.counters = SchedulerCounters()
+        # Not ended at once: in the middle of a step others may share blocks that it registered.
+        self._failing: list[FeatureError] = []
+
+    @property
+    def features(self) -> FeatureManager:
+        assert self._optional_features is not None
+        return self._optional_features
+
+    def has_work_now(self) -> bool:
+        """Whether a step now would do something. If requests are unfinished without, they all wait for inputs."""
+        if self.running or self._failing or self.waiting.peek() is not None:
+            return True
+        return self._optional_features is not None and self._optional_features.has_work_now()
 
     def is_unfinished(self, output_id: str) -> bool:
         return output_id in self.requests or output_id in self._families
@@ -94,6 +126,20 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self._register(request)
         self.waiting.add(request)
+        if request.features:
+            self.features.prefetch(request, self._find_hit(request).num_tokens)
+
+    def supply_feature(
+        self, output_id: str, key: bytes, inputs: Mapping[str, np.ndarray], error: RequestError | None
+    ) -> None:
+        """Here is what `features.take_wanted` asked of a request, or why there is none, which ends the request."""
+        if self._optional_features is None:
+            return
+        try:
+            for request in self.features.supply(output_id, key, inputs, error):
+                self.waiting.bring_back(request)
+        except FeatureError as failure:
+            self._failing.append(failure)
 
     def _register(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -136,6 +182,8 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plan one step and allocate its slots. Follow it with `update`, or with `withdraw` if it cannot run."""
         step = Step()
+        if self._optional_features is not None:
+            self._begin_features(step)
         budget = self._schedule_running(step)
         # Admitting beside a preemption would hand the victim's blocks to a newcomer, and could let it share
         # blocks of a request withdrawn from this very step.
@@ -143,25 +191,49 @@ class Scheduler:
             self._admit_waiting(step, budget)
         return step
 
+    def _begin_features(self, step: Step) -> None:
+        self.features.begin_step()
+        for failure in self._failing + self.features.overdue():
+            output_id = failure.request.output_id
+            if self.requests.get(failure.request.request_id) is failure.request and self.abort([output_id]):
+                num_cached_tokens = failure.request.num_cached_tokens or 0
+                step.failed.append(RequestOutput(output_id, [], num_cached_tokens, "error", error=failure.reason))
+        self._failing.clear()
+        for request in self.features.ask_for_more():
+            self.waiting.bring_back(request)
+
     def _schedule_running(self, step: Step) -> int:
         budget = self.max_num_batched_tokens
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             num_tokens = self._chunk(request, request.num_computed_tokens, budget)
+            features: Sequence[EncodedFeature] = ()
+            if request.num_computed_tokens < request.features_end:
+                reach = self.features.reach(request, request.num_computed_tokens, num_tokens, budget)
+                if reach.lacks_inputs:
+                    # What it found in the encoder cache when it was admitted is gone. It asks when it comes up again.
+                    self._preempt(request)
+                    step.preempted.append(request)
+                    continue
+                num_tokens = reach.num_tokens
+                loaded = self._load_features(request, request.num_computed_tokens, num_tokens) if num_tokens else None
+                if loaded is None:
+                    index += 1
+                    continue
+                features = loaded
             while self.kv.allocate_slots(request, num_tokens) is None:
                 victim = self._choose_victim()
                 victim_index = self.running.index(victim)
-                if victim_index < index:  # it was scheduled in this step already
+                if victim_index < index:
                     index -= 1
-                    entry = step.scheduled.pop(victim_index)
-                    budget += entry.num_tokens
+                    budget += step.drop(victim)
                 self._preempt(victim)
                 step.preempted.append(victim)
                 if victim is request:
                     break
             else:
-                step.scheduled.append(self._entry(request, num_tokens))
+                step.scheduled.append(self._entry(request, num_tokens, features))
                 budget -= num_tokens
                 index += 1
         return budget
@@ -172,19 +244,27 @@ class Scheduler:
         return 0 if self._first_still_lacks_room() else self.max_num_seqs - len(self.running)
 
     def _first_still_lacks_room(self) -> bool:
-        return bool(self.waiting) and self.kv.still_lacks_room(self.waiting.peek(), self._num_spare_blocks)
+        first = self.waiting.peek()
+        return first is not None and self.kv.still_lacks_room(first, self._num_spare_blocks)
 
     @property
     def _num_spare_blocks(self) -> int:
         return self.num_watermark_blocks if self.running else 0
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            if self._first_still_lacks_room():
-                return
+        while budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.peek()
+            if request is None or self._first_still_lacks_room():
+                return
             hit = self._find_hit(request)
             num_tokens = self._chunk(request, hit.num_tokens, budget)
+            if request.features:
+                if not self.features.is_ready(request, hit.num_tokens):
+                    self.waiting.set_aside(request)
+                    continue
+                num_tokens = self.features.reach(request, hit.num_tokens, num_tokens, budget).num_tokens
+                if num_tokens == 0:
+                    return
             if not self.enable_chunked_prefill and hit.num_tokens + num_tokens < request.num_tokens:
                 return
             allocated = self.kv.allocate_slots(
@@ -196,6 +276,15 @@ class Scheduler:
             )
             if allocated is None:
                 return
+            features: Sequence[EncodedFeature] = ()
+            if hit.num_tokens < request.features_end:
+                # After the allocation, so that nothing is encoded for who has no room yet.
+                loaded = self._load_features(request, hit.num_tokens, num_tokens)
+                if loaded is None:
+                    self.kv.withdraw(request)
+                    self.waiting.set_aside(request)
+                    continue
+                features = loaded
             self.waiting.pop()
             self.running.append(request)
             request.parent = None
@@ -209,8 +298,16 @@ class Scheduler:
                 request.admitted_s = time.monotonic()
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = hit.num_tokens
-            step.scheduled.append(self._entry(request, num_tokens))
+            step.scheduled.append(self._entry(request, num_tokens, features))
             budget -= num_tokens
+
+    def _load_features(self, request: Request, start: int, num_tokens: int) -> Sequence[EncodedFeature] | None:
+        """None if the encoder failed, which will end the request."""
+        try:
+            return self.features.load(request, start, num_tokens)
+        except FeatureError as failure:
+            self._failing.append(failure)
+            return None
 
     def _find_hit(self, request: Request) -> PrefixHit:
         parent = request.parent
@@ -225,10 +322,10 @@ class Scheduler:
             num_tokens = self.long_prefill_token_threshold
         return min(num_tokens, budget)
 
-    def _entry(self, request: Request, num_tokens: int) -> ScheduledRequest:
+    def _entry(self, request: Request, num_tokens: int, features: Sequence[EncodedFeature]) -> ScheduledRequest:
         table = self.kv.tables[request.request_id]
         return ScheduledRequest(
-            request, request.num_computed_tokens, num_tokens, table.block_ids, table.num_shared_blocks
+            request, request.num_computed_tokens, num_tokens, table.block_ids, table.num_shared_blocks, features
         )
 
     def _choose_victim(self) -> Request:
@@ -238,6 +335,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.kv.withdraw(request)
+        if request.features:
+            self.features.unpin(request)
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -257,6 +356,8 @@ class Scheduler:
         for place, (entry, token_id) in enumerate(zip(step.scheduled, result.token_ids, strict=True)):
             request = entry.request
             request.num_computed_tokens += entry.num_tokens
+            if entry.start < request.features_end:
+                self.features.unpin_computed(request)
             if place in result.prompt_logprobs and request.prompt_logprobs is not None:
                 request.prompt_logprobs += result.prompt_logprobs[place]
             if token_id is None:
@@ -334,6 +435,8 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         self.kv.free(request)
+        if request.features:
+            self.features.forget(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         if (family := self._families.get(request.output_id)) is not None:

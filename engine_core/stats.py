@@ -41,3 +41,14 @@ class SchedulerCounters:
         else:
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += num_cached_tokens
+
+
+@dataclass(slots=True)
+class FeatureCounters:
+    """Running totals since start. A feature counts once, when its request first comes to it."""
+
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
+    encoder_calls: int = 0
+    feature_inputs_received: int = 0
+    feature_input_bytes_received: int = 0

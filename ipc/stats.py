@@ -29,6 +29,11 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     requests compute again. `step_tokens[i]` is the number of steps that computed at most `STEP_TOKENS_BOUNDS[i]` tokens
     and more than the bound before; `computed_tokens` is the sum of their tokens. `block_residency` is empty unless the
     engine watches its blocks; then it has `lifetime`, `idle_before_evict` and `reuse_gap`.
+
+    Of pictures (all 0 where the model takes none): `encoder_cache_queries` and `encoder_cache_hits` are in pictures
+    that the prefix cache did not cover, once per request; `encoder_cache_used_bytes` of `encoder_cache_bytes` are
+    taken. `feature_inputs_received` and `feature_input_bytes_received` are what frontends sent to be encoded,
+    `feature_input_bytes` what of it is held or asked for now.
     """
 
     num_running: int
@@ -48,6 +53,15 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     resumed_hits: int
     step_tokens: list[int]
     block_residency: dict[str, Durations] = {}
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
+    encoder_cache_evictions: int = 0
+    encoder_cache_bytes: int = 0
+    encoder_cache_used_bytes: int = 0
+    encoder_calls: int = 0
+    feature_inputs_received: int = 0
+    feature_input_bytes_received: int = 0
+    feature_input_bytes: int = 0
 
 
 class PrefixCacheReset(Struct, array_like=True, frozen=True):

@@ -3,15 +3,21 @@
 It keeps one number per slot: a digest of everything that decides the K/V there (the tokens up to that position and the
 extra keys that cover them). Each step it writes the slots it is told to write and then reads every position of every
 scheduled request through its block table, as attention would. A stale, shared-and-overwritten, foreign or never written
-slot is an AssertionError, in the step where a real model would have gone wrong silently.
+slot is an AssertionError, in the step where a real model would have gone wrong silently. So is a picture's token for
+which the step has no row, or another picture's, and one that is computed without those it must see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
+from engine_core.feature_layout import feature_units
 from engine_core.request import Request
-from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
+from engine_core.runner import ModelInfo, MultimodalInfo, ScheduledRequest, StepResult
+from ipc.messages import MultimodalFeature
+from tests.feature_prompts import content_of, placed_rows, rows_of, true_rows
 
 
 def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
@@ -27,7 +33,10 @@ def expected_output(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> 
 
 
 class CheckingRunner:
-    """Args: `fail_next` makes the next step write half of its slots with garbage and raise."""
+    """`fail_next` makes the next step write its slots with garbage and raise; `encoder_fails` what it says for a key.
+
+    `encoded` are the contents (`tests.feature_prompts`) it was made to encode.
+    """
 
     def __init__(
         self,
@@ -37,8 +46,13 @@ class CheckingRunner:
         vocab_size: int = 1000,
         max_model_len: int = 512,
         eos_token_ids: frozenset[int] = frozenset(),
+        multimodal: MultimodalInfo | None = None,
     ) -> None:
-        self.info = ModelInfo("checking", vocab_size, max_model_len, eos_token_ids, num_blocks, "checking")
+        self.info = ModelInfo(
+            "checking", vocab_size, max_model_len, eos_token_ids, num_blocks, "checking", multimodal=multimodal
+        )
+        self.encoded: list[int] = []
+        self.encoder_fails: dict[bytes, Exception] = {}
         self.block_size = block_size
         self.slots: list[int | str] = ["never written"] * (num_blocks * block_size)
         self.fail_next = False
@@ -53,11 +67,20 @@ class CheckingRunner:
             self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
             self.num_copied_blocks += 1
 
+    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> list[int]:
+        if feature.key in self.encoder_fails:
+            raise self.encoder_fails[feature.key]
+        if inputs.keys() != {"pixels"} or len(inputs["pixels"]) != feature.num_embeds:
+            raise ValueError(f"no pixels for {feature.num_embeds} rows")
+        self.encoded.append(content_of(feature))
+        return rows_of(inputs["pixels"])
+
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         assert batch, "an empty step was executed"
         assert len({id(entry.request) for entry in batch}) == len(batch)
         self.steps.append(sum(entry.num_tokens for entry in batch))
         for entry in batch:
+            self._check_rows(entry)
             self._write(entry)
         if self.fail_next:
             self.fail_next = False
@@ -67,6 +90,16 @@ class CheckingRunner:
         return StepResult(
             [next_token(entry.request.token_ids, self.info.vocab_size) if entry.samples else None for entry in batch]
         )
+
+    def _check_rows(self, entry: ScheduledRequest) -> None:
+        end = entry.start + entry.num_tokens
+        needed = _rows_between(map(true_rows, entry.request.features), entry.start, end)
+        given = _rows_between((placed_rows(item.feature, item.output) for item in entry.features), entry.start, end)
+        assert given == needed, f"{entry.request}: rows of {sorted(given)} at [{entry.start}, {end})"
+        assert all(_rows_between([true_rows(item.feature)], entry.start, end) for item in entry.features)
+        if self.info.multimodal is not None and self.info.multimodal.joins_touching:
+            for unit in feature_units(entry.request.features, joins_touching=True, all_at_once=False):
+                assert not unit.start < end < unit.end, f"{entry.request}: [{entry.start}, {end}) ends in {unit}"
 
     def _write(self, entry: ScheduledRequest) -> None:
         assert entry.num_tokens > 0
@@ -91,11 +124,29 @@ class CheckingRunner:
         if known is not request:
             digests = []
             self._digests[request.request_id] = (request, digests)
+        seen = self._what_pictures_decide(request)
         for position in range(len(digests), request.num_tokens):
             covering = tuple(
                 (span.kind, span.key, position - span.start)
                 for span in request.extra_key_spans
                 if span.start <= position and (span.end is None or position < span.end)
             )
-            digests.append(hash((digests[-1] if digests else 0, request.token_ids[position], covering)))
+            digests.append(
+                hash((digests[-1] if digests else 0, request.token_ids[position], covering, seen.get(position)))
+            )
         return digests
+
+    def _what_pictures_decide(self, request: Request) -> dict[int, object]:
+        """By position of their tokens: the rows that the K/V there depends on, besides those of earlier positions."""
+        rows = _rows_between(map(true_rows, request.features), 0, request.num_tokens)
+        if self.info.multimodal is None or not self.info.multimodal.joins_touching:
+            return dict(rows)
+        seen: dict[int, object] = {}
+        for unit in feature_units(request.features, joins_touching=True, all_at_once=False):
+            together = tuple(rows[position] for position in range(unit.start, unit.end))
+            seen |= dict.fromkeys(range(unit.start, unit.end), together)
+        return seen
+
+
+def _rows_between(placed: Iterable[dict[int, int]], start: int, end: int) -> dict[int, int]:
+    return {position: row for rows in placed for position, row in rows.items() if start <= position < end}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
-from ipc.messages import TokenLogprob
+import numpy as np
+
+from engine_core.runner import ModelInfo, MultimodalInfo, ScheduledRequest, StepResult
+from ipc.messages import MultimodalFeature, TokenLogprob
 
 VOCAB_SIZE = 1000
 
@@ -30,9 +32,19 @@ def certain(token_id: int, num_top_tokens: int) -> TokenLogprob:
 
 
 class FakeRunner:
-    """Each step takes `step_s`. Of `SamplingParams` it honours `logprobs` and `prompt_logprobs`."""
+    """Each step takes `step_s`. Of `SamplingParams` it honours `logprobs` and `prompt_logprobs`.
 
-    def __init__(self, *, num_blocks: int = 4096, block_size: int = 16, step_s: float = 0.0) -> None:
+    With `multimodal` it takes any pictures, and never looks at them.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 4096,
+        block_size: int = 16,
+        step_s: float = 0.0,
+        multimodal: MultimodalInfo | None = None,
+    ) -> None:
         self.step_s = step_s
         self.info = ModelInfo(
             name="fake",
@@ -41,10 +53,14 @@ class FakeRunner:
             eos_token_ids=frozenset(),
             num_blocks=num_blocks,
             cache_namespace="00",
+            multimodal=multimodal,
         )
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         pass  # no next token depends on a block
+
+    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> None:
+        assert inputs, feature
 
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         time.sleep(self.step_s)

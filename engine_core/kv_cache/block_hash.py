@@ -70,9 +70,15 @@ _HASHES: dict[HashAlgo, Callable[[bytes], _Hash]] = {
 
 
 def _span_order(span: ExtraKeySpan) -> tuple[int, str, int, int, bool, bytes]:
-    """The order of extra keys within a block: by kind, then by position. Total, so senders need not sort."""
+    """The order of extra keys within a block: by kind, then by position, so senders need not sort.
+
+    Except for pictures of the same span, whose order is the sender's: where pictures that touch see each other, a cat
+    beside a dog is not a dog beside a cat.
+    """
     is_bytes = isinstance(span.key, bytes)
     key = span.key if isinstance(span.key, bytes) else span.key.encode()
+    if span.kind == "mm":
+        is_bytes, key = False, b""
     kind_rank = _KIND_ORDER.get(span.kind, len(_KIND_ORDER))
     return kind_rank, span.kind, span.start, -1 if span.end is None else span.end, is_bytes, key
 

@@ -1,0 +1,101 @@
+"""What the encoder made of pictures, kept for whoever has the same picture next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from .config import EngineConfig
+
+_DEFAULT_ROWS = 16_384
+
+
+@dataclass(slots=True)
+class _Entry:
+    output: Any
+    num_bytes: int
+    num_pins: int = 0
+
+
+class EncoderCache:
+    """Outputs by key, at most `capacity_bytes` of them. What is pinned stays; of the rest, what was unpinned first goes
+    first.
+
+    Attributes:
+        used_bytes, pinned_bytes: of everything kept, and of what cannot be evicted now.
+        num_evictions: since start.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.pinned_bytes = 0
+        self.num_evictions = 0
+        self._entries: dict[Hashable, _Entry] = {}
+        self._unpinned: OrderedDict[Hashable, _Entry] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def is_pinned(self, key: Hashable) -> bool:
+        return key in self._entries and key not in self._unpinned
+
+    def pin(self, key: Hashable) -> Any:
+        """Keep what is cached under `key` until it is unpinned as often as it was pinned. Returns it.
+
+        Raises:
+            KeyError: it is not cached.
+        """
+        entry = self._entries[key]
+        if entry.num_pins == 0:
+            del self._unpinned[key]
+            self.pinned_bytes += entry.num_bytes
+        entry.num_pins += 1
+        return entry.output
+
+    def unpin(self, key: Hashable) -> None:
+        entry = self._entries[key]
+        assert entry.num_pins > 0, key
+        entry.num_pins -= 1
+        if entry.num_pins == 0:
+            self._unpinned[key] = entry
+            self.pinned_bytes -= entry.num_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether that much can be kept besides what is pinned."""
+        return self.pinned_bytes + num_bytes <= self.capacity_bytes
+
+    def put(self, key: Hashable, output: Any, num_bytes: int) -> None:
+        """Keep `output`, pinned once, under a key that is not cached, evicting what must go.
+
+        Raises:
+            MemoryError: what is pinned leaves no room; nothing has changed.
+        """
+        assert key not in self._entries, key
+        if not self.has_room(num_bytes):
+            raise MemoryError(
+                f"{num_bytes} bytes beside {self.pinned_bytes} pinned ones, the encoder cache has {self.capacity_bytes}"
+            )
+        while self.used_bytes + num_bytes > self.capacity_bytes:
+            evicted, entry = self._unpinned.popitem(last=False)
+            del self._entries[evicted]
+            self.used_bytes -= entry.num_bytes
+            self.num_evictions += 1
+        self._entries[key] = _Entry(output, num_bytes, num_pins=1)
+        self.used_bytes += num_bytes
+        self.pinned_bytes += num_bytes
+
+
+def encoder_cache_bytes(config: EngineConfig, *, embed_bytes: int, max_model_len: int) -> int:
+    """What an engine's encoder cache may take: as configured, or room for a good many rows, and for those of any step
+    and of any prompt of at most so many tokens.
+    """
+    if config.encoder_cache_bytes is not None:
+        return config.encoder_cache_bytes
+    max_prompt_rows = min(config.max_model_len or max_model_len, _DEFAULT_ROWS)
+    return embed_bytes * max(config.max_num_batched_tokens, max_prompt_rows)
