@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from engine_core import EngineConfig, EngineCore, EngineOverloadedError, EngineRequest, SamplingParams
 from engine_core.request import Request
+from engine_core.runner import MultimodalInfo
 from engine_core.scheduler import Scheduler
 from engine_core.waiting_queue import num_sequences, num_waiting_tokens
 from ipc.messages import ExtraKeySpan
@@ -66,14 +69,23 @@ class Workload:
             enable_prefix_caching=rng.random() < 0.9,
             max_num_queued_requests=rng.choice([None, None, 3]),
             max_num_queued_tokens=rng.choice([None, None, 40]),
+            **self.more_settings(),
         )
-        self.runner = CheckingRunner(num_blocks, block_size, vocab_size=VOCAB, max_model_len=100)
+        self.runner = CheckingRunner(
+            num_blocks, block_size, vocab_size=VOCAB, max_model_len=100, multimodal=self.multimodal()
+        )
         self.engine = EngineCore(self.config, self.runner)
         self.short_cuts = check_short_cuts(self.engine._scheduler)
         self.prompts: dict[str, list[int]] = {}
         self.produced: dict[str, list[int]] = {}
         self.others: dict[str, dict[int, list[int]]] = {}  # of the further continuations
         self.num_added = 0
+
+    def more_settings(self) -> dict[str, Any]:
+        return {}
+
+    def multimodal(self) -> MultimodalInfo | None:
+        return None
 
     def add(self) -> None:
         rng, room = self.rng, self.engine.capabilities.max_model_len
@@ -104,7 +116,10 @@ class Workload:
             self.engine.add_request(request)
         except EngineOverloadedError:
             return
-        self.prompts[request.request_id], self.produced[request.request_id] = prompt, []
+        self.remember(request)
+
+    def remember(self, request: EngineRequest) -> None:
+        self.prompts[request.request_id], self.produced[request.request_id] = request.prompt_token_ids, []
         self.others[request.request_id] = {index: [] for index in range(1, request.sampling_params.n)}
 
     def check_queue(self) -> None:
@@ -132,13 +147,13 @@ class Workload:
     def reset(self) -> None:
         self.engine.reset_prefix_cache(reset_running_requests=self.rng.random() < 0.5)
 
+    def operations(self) -> dict[Callable[[], None], int]:
+        """With how often to do each."""
+        return {self.add: 25, self.step: 70, self.abort: 4, self.abort_continuation: 4, self.reset: 1}
+
     def run(self, num_operations: int) -> None:
-        operations = self.rng.choices(
-            [self.add, self.step, self.abort, self.abort_continuation, self.reset],
-            weights=[25, 70, 4, 4, 1],
-            k=num_operations,
-        )
-        for operation in operations:
+        operations, weights = zip(*self.operations().items(), strict=True)
+        for operation in self.rng.choices(operations, weights, k=num_operations):
             operation()
             self.check_queue()
         deadline = self.num_added * 1000
@@ -152,11 +167,11 @@ class Workload:
                 assert produced == expected_output(self.prompts[request_id], len(produced), VOCAB)
 
 
-def run_for(duration_s: float, policy: str, seed: int) -> int:
+def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workload] = Workload) -> int:
     deadline = time.monotonic() + duration_s
     rounds = num_short_cuts = 0
     while time.monotonic() < deadline:
-        workload = Workload(random.Random(f"{policy}{seed}{rounds}"), policy)
+        workload = make(random.Random(f"{policy}{seed}{rounds}"), policy)
         try:
             workload.run(200)
         except BaseException as error:
