@@ -3,7 +3,7 @@
 It keeps one number per slot: a digest of everything that decides the K/V there (the tokens up to that position and the
 extra keys that cover them). Each step it writes the slots it is told to write and then reads every position of every
 scheduled request through its block table, as attention would. A stale, shared-and-overwritten, foreign or never written
-slot is an AssertionError, in the step where a real model would have gone wrong silently. So is a picture's token for
+slot is a `WrongStepError`, in the step where a real model would have gone wrong silently. So is a picture's token for
 which the step has no row, or another picture's, and one that is computed without those it must see.
 """
 
@@ -30,6 +30,10 @@ def expected_output(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> 
     for _ in range(num_tokens):
         tokens.append(next_token(tokens, vocab_size))
     return tokens[len(prompt) :]
+
+
+class WrongStepError(BaseException):
+    """No `Exception`: an engine ends the requests of a step that raises one, and goes on."""
 
 
 class CheckingRunner:
@@ -61,7 +65,8 @@ class CheckingRunner:
         self._digests: dict[str, tuple[Request, list[int]]] = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        assert not {source for source, _ in copies} & {target for _, target in copies}
+        if {source for source, _ in copies} & {target for _, target in copies}:
+            raise WrongStepError(f"copies depend on their order: {copies}")
         size = self.block_size
         for source, target in copies:
             self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
@@ -76,6 +81,12 @@ class CheckingRunner:
         return rows_of(inputs["pixels"])
 
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
+        try:
+            return self._execute(batch)
+        except AssertionError as error:
+            raise WrongStepError(str(error)) from error
+
+    def _execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         assert batch, "an empty step was executed"
         assert len({id(entry.request) for entry in batch}) == len(batch)
         self.steps.append(sum(entry.num_tokens for entry in batch))

@@ -276,8 +276,8 @@ class TestChunks:
 
     def test_a_group_too_large_for_what_others_leave_waits_for_a_step_of_its_own(self):
         engine = make_engine(joins_touching=True, max_num_batched_tokens=17, max_num_seqs=4)
-        group = make_request([CAT, DOG], joins_touching=True)
-        texts = [make_request([[index] * 30], max_tokens=8) for index in range(3)]
+        group = make_request([[9], CAT, DOG], joins_touching=True)
+        texts = [make_request([[index + 10] * 30], max_tokens=20) for index in range(3)]
         run(engine, *texts, group)
         assert engine.stats().preemptions == 0
 
@@ -328,11 +328,46 @@ class TestEncoderCacheRoom:
         assert engine.stats().preemptions == 1
         assert engine.stats().encoder_cache_queries == 2
 
+    def test_what_is_computed_in_part_stays(self):
+        engine = make_engine(encoder_cache_bytes=10 * EMBED_BYTES, long_prefill_token_threshold=2)
+        # The first comes to its picture when the second is in the middle of one.
+        run(engine, make_request([TEXT[:4], COW]), make_request([[3], CAT, TEXT]))
+        assert engine.runner.encoded == [CAT, COW]
+        assert engine.stats().preemptions == 0
+
+    def test_who_gives_way_need_not_have_been_scheduled(self):
+        engine = make_engine(
+            6,
+            encoder_cache_bytes=7 * EMBED_BYTES,
+            max_num_seqs=3,
+            max_num_batched_tokens=6,
+            long_prefill_token_threshold=2,
+            scheduling_policy="priority",
+            reserve_full_sequence=False,
+        )
+        least = make_request([TEXT, CAT], priority=1)
+        engine.add_request(least)
+        supply(engine, [least])
+        engine.step()
+        others = [make_request([[3], DOG, TEXT[:3]]), make_request([TEXT[5:]])]
+        for request in others:
+            engine.add_request(request)
+        # In the fourth step the first one finds no room in the encoder cache, and then the last one no block.
+        run(engine, least, *others, add=False)
+        assert engine.runner.steps[:4] == [6, 6, 6, 3]
+        assert engine.stats().preemptions > 0
+
     def test_who_waits_for_room_is_not_passed_by_those_behind_it(self):
-        engine = make_engine(encoder_cache_bytes=8 * EMBED_BYTES, max_num_batched_tokens=4, max_num_seqs=3)
-        requests = [make_request([[index], CAT + 21 * index, DOG + 21 * index], max_tokens=1) for index in range(3)]
-        outputs = run(engine, *requests)
-        assert all(outputs.values())
+        engine = make_engine(
+            encoder_cache_bytes=8 * EMBED_BYTES,
+            max_num_batched_tokens=4,
+            max_num_seqs=2,
+            long_prefill_token_threshold=2,
+        )
+        # The second one has always a picture of 4 tokens in part, and room for the next one; the first one needs 7.
+        small = [10, 17, 31, 38, 52, 59]
+        run(engine, make_request([TEXT, CAT]), make_request([[3], *small]))
+        assert engine.runner.encoded.index(CAT) < 5
 
 
 class TestInputsRoom:
@@ -357,6 +392,32 @@ class TestInputsRoom:
     def test_who_waits_for_room_holds_nothing(self):
         engine = make_engine(max_feature_input_bytes=14 * 8, encoder_cache_bytes=7 * EMBED_BYTES, max_num_seqs=2)
         run(engine, *(make_request([[index], CAT, DOG + 21 * index, COW]) for index in range(6)))
+
+    def test_who_needs_more_than_there_is_room_for_is_not_passed_by_those_who_need_less(self):
+        engine = make_engine(max_feature_input_bytes=2 * 7 * 8)
+        requests = [make_request(parts) for parts in ([CAT], [[3], DOG, CAT + 42], [[4], CAT + 84])]
+        for request in requests:
+            engine.add_request(request)
+            engine.step()
+        assert [item.request_id for item in supply(engine, requests)] == [requests[0].request_id]
+        for _ in range(2):  # one encodes it, the next one finds room
+            engine.step()
+        assert [item.request_id for item in supply(engine, requests)] == [requests[1].request_id] * 2
+        engine.abort_requests(request.request_id for request in requests)
+        engine.take_wanted()
+        assert_nothing_is_left(engine)
+
+    def test_inputs_are_held_until_their_picture_is_encoded_or_found(self):
+        engine = make_engine(max_num_seqs=2)
+        requests = [make_request([TEXT, CAT, TEXT], max_tokens=20) for _ in range(2)]
+        for request in requests:
+            engine.add_request(request)
+        supply(engine, requests)
+        assert engine.stats().feature_input_bytes == 7 * 8
+        engine.step()
+        assert (engine.stats().num_running, engine.stats().feature_input_bytes) == (2, 0)
+        engine.abort_requests(request.request_id for request in requests)
+        assert_nothing_is_left(engine)
 
     def test_text_goes_on_while_inputs_are_awaited(self):
         engine = make_engine(max_num_seqs=1)
