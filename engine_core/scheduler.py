@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,33 +23,8 @@ from .kv_cache import KVCacheManager, PrefixHit
 from .request import Request, RequestStatus, continuation_id
 from .runner import EncodedFeature, ScheduledRequest, StepResult
 from .stats import SchedulerCounters
+from .step import Step
 from .waiting_queue import make_waiting_queue
-
-
-@dataclass(slots=True)
-class Step:
-    """One scheduled step: what to compute, in batch order, and who had to give way for it.
-
-    `copies` are blocks to copy first, `(source, target)`; `failed` are the last words of requests that ended before it
-    for want of a picture.
-    """
-
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    failed: list[RequestOutput] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.scheduled)
-
-    def drop(self, request: Request) -> int:
-        """Take `request` out, if it is in; returns of how many tokens."""
-        for place, entry in enumerate(self.scheduled):
-            if entry.request is request:
-                del self.scheduled[place]
-                return entry.num_tokens
-        return 0
 
 
 class Scheduler:

@@ -167,6 +167,18 @@ def test_whatever_decides_the_content_decides_the_hash(algo: str):
     assert len(set(seconds.values())) == len(variants), "a difference in the first block reaches the second by chaining"
 
 
+@pytest.mark.parametrize("algo", ALGOS)
+def test_the_order_of_spans_counts_only_for_pictures_that_share_one(algo: str):
+    hasher = BlockHasher(algo, 4, seed="s")
+
+    def hashes(kind: str, *keys: str) -> list[bytes]:
+        return hashes_of(hasher, [0] * 8, tuple(ExtraKeySpan(1, 7, kind, key) for key in keys))
+
+    assert hashes("mm", "cat", "dog", "cat")[0] != hashes("mm", "cat", "cat", "dog")[0]
+    assert hashes("mm", "cat", "dog", "cat")[1] != hashes("mm", "cat", "cat", "dog")[1]
+    assert hashes("cache_salt", "a", "b") == hashes("cache_salt", "b", "a")
+
+
 @pytest.mark.parametrize("algo", OWN_ALGOS)
 def test_own_modes_also_tell_span_lengths_apart_and_ignore_labels(algo: str):
     hasher = BlockHasher(algo, 4, seed="s")

@@ -10,7 +10,8 @@ import pytest
 
 from engine_core.kv_cache import KVCacheManager
 from engine_core.runner import StepResult
-from engine_core.scheduler import Scheduler, Step
+from engine_core.scheduler import Scheduler
+from engine_core.step import Step
 from tests.engine_core import oracle
 
 

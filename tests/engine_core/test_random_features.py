@@ -37,7 +37,10 @@ class PicturesWorkload(Workload):
 
     def more_settings(self) -> dict[str, Any]:
         rng = self.rng
+        chunked = rng.random() < 0.8
         return {
+            "enable_chunked_prefill": chunked,
+            "long_prefill_token_threshold": rng.choice([0, 3]) if chunked else 0,
             "encoder_cache_bytes": EMBED_BYTES * rng.choice([7, 14, 15, 30, 1000]),
             "max_num_encoder_tokens": rng.choice([None, 1, 8]),
             "max_feature_input_bytes": rng.choice([1, 60, 120, 10_000]),
@@ -63,7 +66,12 @@ class PicturesWorkload(Workload):
         request = EngineRequest(
             f"r{self.num_added}",
             token_ids,
-            SamplingParams(temperature=0.0, max_tokens=rng.randint(1, room), n=rng.choice([1, 1, 1, 2, 3])),
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=rng.randint(1, room),
+                n=rng.choice([1, 1, 1, 2, 3]),
+                prompt_logprobs=rng.choice([None] * 9 + [0]),
+            ),
             spans,
             priority=rng.randrange(3),
             arrival_time_s=float(self.num_added),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine_core import EngineConfig, EngineCore, EngineOverloadedError, EngineRequest, SamplingParams
@@ -55,7 +56,7 @@ class Workload:
         block_size = rng.choice([1, 2, 4, 16])
         num_blocks = rng.randint(4, 40)
         max_num_seqs = rng.randint(1, 8)
-        self.config = EngineConfig(
+        config = EngineConfig(
             block_size=block_size,
             max_model_len=rng.choice([None, 24, 60]),
             max_num_seqs=max_num_seqs,
@@ -69,8 +70,8 @@ class Workload:
             enable_prefix_caching=rng.random() < 0.9,
             max_num_queued_requests=rng.choice([None, None, 3]),
             max_num_queued_tokens=rng.choice([None, None, 40]),
-            **self.more_settings(),
         )
+        self.config = msgspec.structs.replace(config, **self.more_settings())
         self.runner = CheckingRunner(
             num_blocks, block_size, vocab_size=VOCAB, max_model_len=100, multimodal=self.multimodal()
         )
