@@ -266,7 +266,7 @@ class FeatureManager:
         try:
             output = self._encode(feature, inputs)
         except Exception as error:
-            logger.exception("encode_failed request=%s %s", request.output_id, _name(feature))
+            logger.exception("encode_failed request=%s rows=%d", request.output_id, feature.num_embeds)
             self.inputs.reject(request, feature.key)
             if isinstance(error, ValueError):
                 raise FeatureError(request, _invalid(feature, str(error))) from error
