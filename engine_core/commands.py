@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
+from ipc.messages import RequestError
 from ipc.stats import PrefixCacheReset
 
 from .request import Request
@@ -14,6 +17,16 @@ from .request import Request
 @dataclass(frozen=True, slots=True)
 class Add:
     request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Of a feature that was asked for: its inputs, or why there are none."""
+
+    request_id: str
+    key: bytes
+    inputs: dict[str, np.ndarray]
+    error: RequestError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +57,4 @@ class Drain:
     """No `Add` follows."""
 
 
-Command: TypeAlias = Add | Abort | AbortContinuations | Reset | Stop | Drain
+Command: TypeAlias = Add | Supply | Abort | AbortContinuations | Reset | Stop | Drain

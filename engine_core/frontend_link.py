@@ -15,7 +15,6 @@ dropped and counted. From strangers such messages are only counted. Either way e
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import secrets
 import socket
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-import msgspec
 import zmq
 
 from ipc.codec import PROTOCOL_VERSION, Decoder, WireError, read_header
@@ -50,13 +48,16 @@ from ipc.messages import (
     RequestOutput,
     ResetPrefixCache,
     Stats,
+    SupplyFeature,
+    WantedFeature,
+    WantFeatures,
     Welcome,
 )
 from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
 from ipc.stats import EngineStats, PrefixCacheReset
 
-from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, Stop
-from .errors import InvalidRequestError
+from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, Stop, Supply
+from .frontend_requests import FrontendRequests
 from .frontend_session import FrontendLostError, FrontendSession, send
 from .request import Request
 
@@ -66,10 +67,8 @@ logger = logging.getLogger(__name__)
 _RECEIVE_TURN_S = 0.02
 # A ROUTER cannot tell when one particular peer can be written to again, so a backlog is retried.
 _BACKLOG_RETRY_S = 0.005
-_MAX_REQUEST_ID_BYTES = 256
 # So many that each fits a message, whatever the ids: a frontend may have any number of requests.
-_REFUSALS_PER_MESSAGE = 1024
-_MAX_REASON_CHARS = 500
+_ENTRIES_PER_MESSAGE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class FrontendLink:
     """Serves frontends at an endpoint until stopped.
 
     `commands` receives what they want, in order; a `Stop(1)` in it says that this thread has failed.
-    Request ids in commands and in `publish` are the engine's own, unique over all frontends and times.
+    Request ids in commands, in `publish` and in `publish_wanted` are the engine's own.
     """
 
     def __init__(
@@ -112,15 +111,13 @@ class FrontendLink:
         self.epoch = secrets.randbits(64) or 1
         self.drops = DropCounter("engine")
         self._capabilities = capabilities
-        self._prepare_request = prepare_request
         self._stats = stats
         self._commands = commands
         self._settings = settings
         self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
         self._frontends: dict[bytes, FrontendSession] = {}
-        self._requests: dict[str, tuple[FrontendSession, str]] = {}
-        self._serial = itertools.count()
-        self._outbox: deque[EngineOutputs] = deque()
+        self._requests = FrontendRequests(prepare_request)
+        self._outbox: deque[EngineOutputs | list[WantedFeature]] = deque()
         self._answers: deque[tuple[FrontendSession, EngineMessage]] = deque()
         self._stopping = False
         self._drain_wanted = False
@@ -150,6 +147,14 @@ class FrontendLink:
     def publish(self, outputs: EngineOutputs) -> None:
         """Send what a step produced to whom it concerns. Never waits. The outputs are the link's from here on."""
         self._outbox.append(outputs)
+        self._wake()
+
+    def publish_wanted(self, wanted: list[WantedFeature]) -> None:
+        """Ask whom it concerns for these features' inputs, which come as `Supply` commands. Never waits.
+
+        Passed over are those of requests that are over.
+        """
+        self._outbox.append(wanted)
         self._wake()
 
     def drain(self) -> None:
@@ -251,6 +256,8 @@ class FrontendLink:
         frontend.last_heard_s = time.monotonic()
         if isinstance(message, AddRequest):
             self._add(frontend, message.request)
+        elif isinstance(message, SupplyFeature):
+            self._supply(frontend, message)
         elif isinstance(message, AbortRequests):
             self._abort(frontend, message.request_ids)
             self._abort_continuations(frontend, message.continuations)
@@ -295,36 +302,27 @@ class FrontendLink:
         return Heartbeat(len(self._requests) - len(frontend.engine_ids), self._draining)
 
     def _add(self, frontend: FrontendSession, request: EngineRequest) -> None:
-        own_id = request.request_id
-        if (num_bytes := len(own_id.encode())) > _MAX_REQUEST_ID_BYTES:
-            message = f"request_id: has {num_bytes} bytes, at most {_MAX_REQUEST_ID_BYTES} are allowed"
-            self._refuse(frontend, own_id, RequestError("invalid", message, "request_id"))
-            return
-        if own_id in frontend.engine_ids:
-            message = "request_id: belongs to an unfinished request"
-            self._refuse(frontend, own_id, RequestError("invalid", message, "request_id"))
-            return
         if len(frontend.backlog) >= self._settings.max_backlog_messages:
-            self._refuse(frontend, own_id, _not_reading(self._settings))
-            return
-        if self._draining:
+            self._refuse(frontend, request.request_id, _not_reading(self._settings))
+        elif self._draining:
             message = "the engine is about to stop and takes no new requests"
-            self._refuse(frontend, own_id, RequestError("overloaded", message, reason="draining"))
+            self._refuse(frontend, request.request_id, RequestError("overloaded", message, reason="draining"))
+        else:
+            admitted = self._requests.admit(frontend, request)
+            if isinstance(admitted, RequestError):
+                self._refuse(frontend, request.request_id, admitted)
+            else:
+                self._commands.put(Add(admitted))
+
+    def _supply(self, frontend: FrontendSession, message: SupplyFeature) -> None:
+        # Unknown is what ended while its inputs were on their way.
+        if (engine_id := frontend.engine_ids.get(message.request_id)) is None:
             return
-        engine_id = f"{next(self._serial)}:{own_id}"
-        try:
-            prepared = self._prepare_request(msgspec.structs.replace(request, request_id=engine_id))
-        except InvalidRequestError as error:
-            self._refuse(frontend, own_id, RequestError("invalid", str(error), error.param))
+        # What was not asked for is not kept: the engine bounds what it asks for, nothing else bounds what is sent.
+        if not self._requests.accept_supply(engine_id, message.key):
+            self.drops.add("unwanted_feature", f"{message.key.hex()} for {message.request_id}")
             return
-        except Exception as error:
-            logger.exception("prepare_failed request_id=%r", own_id)
-            message = f"the request could not be prepared: {type(error).__name__}: {error}"
-            self._refuse(frontend, own_id, RequestError("internal", message[:_MAX_REASON_CHARS]))
-            return
-        frontend.engine_ids[own_id] = engine_id
-        self._requests[engine_id] = (frontend, own_id)
-        self._commands.put(Add(prepared))
+        self._commands.put(Supply(engine_id, message.key, message.inputs, message.error))
 
     def _answer_reset(self, frontend: FrontendSession, call_id: int) -> Callable[[PrefixCacheReset], None]:
         def answer(result: PrefixCacheReset) -> None:
@@ -334,10 +332,7 @@ class FrontendLink:
         return answer
 
     def _abort(self, frontend: FrontendSession, own_ids: Iterable[str]) -> None:
-        engine_ids = [frontend.engine_ids.pop(own_id) for own_id in own_ids if own_id in frontend.engine_ids]
-        for engine_id in engine_ids:
-            del self._requests[engine_id]
-        if engine_ids:
+        if engine_ids := self._requests.remove(frontend, own_ids):
             self._commands.put(Abort(engine_ids))
 
     def _abort_continuations(self, frontend: FrontendSession, continuations: Iterable[tuple[str, int]]) -> None:
@@ -374,30 +369,32 @@ class FrontendLink:
             while frontend.backlog and self._send(frontend, frontend.backlog[0]):
                 frontend.backlog.popleft()
         while self._outbox:
-            self._route(self._outbox.popleft())
+            published = self._outbox.popleft()
+            if isinstance(published, EngineOutputs):
+                self._route_outputs(published)
+            else:
+                self._route_wanted(published)
         while self._answers:
             frontend, answer = self._answers.popleft()
             if self._frontends.get(frontend.identity) is frontend:
                 self._enqueue(frontend, answer)
 
-    def _route(self, outputs: EngineOutputs) -> None:
-        shares: dict[FrontendSession, list[RequestOutput]] = {}
-        for output in outputs.outputs:
-            # Unknown is what was aborted while its step ran.
-            if (entry := self._requests.get(output.request_id)) is None:
-                continue
-            frontend, own_id = entry
-            if output.ends_request:
-                del self._requests[output.request_id]
-                del frontend.engine_ids[own_id]
-            output.request_id = own_id
-            if output.prompt_logprobs is not None:
+    def _route_outputs(self, outputs: EngineOutputs) -> None:
+        for frontend, share in self._requests.shares_of_outputs(outputs.outputs).items():
+            together = []
+            for output in share:
                 # The engine sees to it that one fits a message; several together may not.
-                self._enqueue(frontend, EngineOutputs([output]))
-                continue
-            shares.setdefault(frontend, []).append(output)
-        for frontend, share in shares.items():
-            self._enqueue(frontend, EngineOutputs(share))
+                if output.prompt_logprobs is not None:
+                    self._enqueue(frontend, EngineOutputs([output]))
+                else:
+                    together.append(output)
+            if together:
+                self._enqueue(frontend, EngineOutputs(together))
+
+    def _route_wanted(self, wanted: list[WantedFeature]) -> None:
+        for frontend, share in self._requests.shares_of_wanted(wanted).items():
+            for start in range(0, len(share), _ENTRIES_PER_MESSAGE):
+                self._enqueue(frontend, WantFeatures(share[start : start + _ENTRIES_PER_MESSAGE]))
 
     def _enqueue(self, frontend: FrontendSession, message: EngineMessage) -> None:
         if not frontend.backlog and self._send(frontend, message):
@@ -412,8 +409,8 @@ class FrontendLink:
             self._abort(frontend, own_ids)
             error = _not_reading(self._settings)
             outputs = [RequestOutput(own_id, [], finish_reason="abort", error=error) for own_id in own_ids]
-            for start in range(0, len(outputs), _REFUSALS_PER_MESSAGE):
-                frontend.keep(EngineOutputs(outputs[start : start + _REFUSALS_PER_MESSAGE]), 0)
+            for start in range(0, len(outputs), _ENTRIES_PER_MESSAGE):
+                frontend.keep(EngineOutputs(outputs[start : start + _ENTRIES_PER_MESSAGE]), 0)
         elif len(frontend.backlog) > 2 * limit:
             # It sends and sends, and reads nothing: not even refusals can be kept for it.
             self._end(frontend, "overflow")

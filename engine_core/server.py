@@ -31,7 +31,7 @@ from ipc.messages import EngineOutputs, RequestError, RequestOutput
 from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_open_files_limit
 from ipc.sockets import check_listenable
 
-from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, Stop
+from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, Stop, Supply
 from .config import EngineConfig
 from .errors import EngineOverloadedError, InvalidConfigError
 from .frontend_link import FrontendLink, LinkSettings
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_CONSECUTIVE_FAILED_STEPS = 3
-_SIGNALS_INTERVAL_S = 0.25
+# Without commands: for times that end, and for signals. Of two in quick succession another thread may take both; then
+# nothing interrupts the waiting of this one, where alone their handlers can run.
+_LOOK_INTERVAL_S = 0.25
 
 
 class EngineCoreServer:
@@ -91,12 +93,12 @@ class EngineCoreServer:
 
     def _loop(self) -> int:
         while not self._is_drained():
-            for command in self._waiting_commands():
-                if isinstance(command, Stop):
-                    return command.exit_code
-                self._obey(command)
-            if self.engine.has_unfinished_requests():
+            if (stop := self._obey_waiting()) is not None:
+                return stop.exit_code
+            self._ask_for_features()
+            if self.engine.has_work_now():
                 self.link.publish(self.engine.step())
+                self._ask_for_features()
                 if self.engine.num_consecutive_failed_steps >= _MAX_CONSECUTIVE_FAILED_STEPS:
                     logger.error("engine_gives_up consecutive_failed_steps=%d", _MAX_CONSECUTIVE_FAILED_STEPS)
                     return 1
@@ -111,20 +113,31 @@ class EngineCoreServer:
         logger.info("engine_drained cut_short=%d", stats.num_running + stats.num_waiting)
         return True
 
+    def _obey_waiting(self) -> Stop | None:
+        # A method of its own: as the loop's variable the last command would keep its inputs as long as nothing comes.
+        for command in self._waiting_commands():
+            if isinstance(command, Stop):
+                return command
+            self._obey(command)
+        return None
+
     def _waiting_commands(self) -> Iterator[Command]:
-        # Of two signals in quick succession another thread may take both. Then nothing interrupts the waiting of this
-        # one, where alone their handlers can run.
-        while not self.engine.has_unfinished_requests():
+        if not self.engine.has_work_now():
             with contextlib.suppress(Empty):
-                yield self._commands.get(timeout=_SIGNALS_INTERVAL_S)
-                break
+                yield self._commands.get(timeout=_LOOK_INTERVAL_S)
         with contextlib.suppress(Empty):
             while True:
                 yield self._commands.get_nowait()
 
-    def _obey(self, command: Add | Abort | AbortContinuations | Reset | Drain) -> None:
+    def _ask_for_features(self) -> None:
+        if wanted := self.engine.take_wanted():
+            self.link.publish_wanted(wanted)
+
+    def _obey(self, command: Add | Supply | Abort | AbortContinuations | Reset | Drain) -> None:
         if isinstance(command, Add):
             self._add(command.request)
+        elif isinstance(command, Supply):
+            self.engine.supply_feature(command.request_id, command.key, command.inputs, command.error)
         elif isinstance(command, Abort):
             self.engine.abort_requests(command.request_ids)
         elif isinstance(command, AbortContinuations):
