@@ -19,13 +19,11 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from ipc.codec import Decoder, WireError, encode
+from ipc.codec import Decoder, WireError
 from ipc.curve import FrontendKeys, check_security, why_no_handshake
 from ipc.drops import DropCounter
 from ipc.endpoints import check_endpoint
 from ipc.messages import (
-    AbortRequests,
-    AddRequest,
     EngineCapabilities,
     EngineMessage,
     EngineOutputs,
@@ -37,18 +35,18 @@ from ipc.messages import (
     Hello,
     PrefixCacheWasReset,
     Refused,
-    RequestError,
-    RequestOutput,
     ResetPrefixCache,
     Stats,
+    WantFeatures,
     Welcome,
 )
-from ipc.sequence import UNCOUNTED
 from ipc.stats import PrefixCacheReset
 
 from .engine_calls import EngineCalls, EngineSnapshot
-from .engine_errors import EngineUnavailableError, RequestRefusedError
+from .engine_errors import EngineUnavailableError
 from .engine_session import EngineSession
+from .feature_supply import FeatureSource
+from .in_flight import RequestsInFlight
 from .request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
@@ -124,10 +122,8 @@ class EngineClient:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
-        self._streams: dict[str, RequestStream] = {}
+        self._in_flight = RequestsInFlight(index)
         self._calls = EngineCalls()
-        self._unsent_aborts: list[str] = []
-        self._unsent_continuation_aborts: list[tuple[str, int]] = []
         self._closing = False
         self._session: EngineSession | None = None
         self._ready = asyncio.Event()
@@ -137,7 +133,17 @@ class EngineClient:
     @property
     def num_in_flight(self) -> int:
         """Requests submitted and neither finished, failed nor aborted."""
-        return len(self._streams)
+        return len(self._in_flight)
+
+    @property
+    def num_features_supplied(self) -> int:
+        """How many pictures' inputs engines asked for and were sent."""
+        return self._in_flight.supply.num_features
+
+    @property
+    def num_feature_bytes_supplied(self) -> int:
+        """What those inputs weighed."""
+        return self._in_flight.supply.num_bytes
 
     @property
     def is_connected(self) -> bool:
@@ -155,6 +161,8 @@ class EngineClient:
         """Say goodbye, fail what is in flight and release the socket. Idempotent."""
         if self._task is None or self._context is None:
             return
+        # Nothing may follow the goodbye.
+        self._in_flight.supply.forget_all()
         if self._session is not None and self._session.epoch:
             self._session.send(Goodbye())
         self._closing = True
@@ -173,8 +181,10 @@ class EngineClient:
         except TimeoutError:
             raise EngineUnavailableError(self.down_reason) from None
 
-    def submit(self, request: EngineRequest) -> RequestStream:
+    def submit(self, request: EngineRequest, features: FeatureSource | None = None) -> RequestStream:
         """Send `request` on its way. Never blocks. Enter the stream at once: `async with client.submit(r) as stream:`.
+
+        `features` has the inputs of its `mm_features`, should the engine want them.
 
         Raises:
             EngineUnavailableError: the state is not `ready`.
@@ -183,18 +193,7 @@ class EngineClient:
         """
         if self.state != "ready" or self._session is None:
             raise EngineUnavailableError(self.down_reason)
-        request_id = request.request_id
-        if request_id in self._streams:
-            message = "request_id: a request with this id is in flight already"
-            raise RequestRefusedError(RequestError("invalid", message, "request_id"))
-        try:
-            sent = self._session.send(AddRequest(request))
-        except WireError as error:
-            raise RequestRefusedError(_why_unsendable(request, error)) from error
-        if not sent:
-            raise RequestRefusedError(RequestError("overloaded", "the engine does not keep up with taking requests"))
-        stream = self._streams[request_id] = RequestStream(self, request_id, request.sampling_params.n)
-        return stream
+        return self._in_flight.submit(self._session, request, features)
 
     async def stats(self, timeout_s: float) -> EngineSnapshot:
         """What the engine counts, answered however long its present step takes.
@@ -219,27 +218,6 @@ class EngineClient:
             raise EngineUnavailableError(self.down_reason)
         if not self._session.send(message):
             raise EngineUnavailableError("the engine does not keep up with taking messages")
-
-    def forget(self, stream: RequestStream) -> None:
-        """See `StreamOwner`."""
-        if self._streams.get(stream.request_id) is not stream:
-            return
-        del self._streams[stream.request_id]
-        self._unsent_aborts.append(stream.request_id)
-        self._send_aborts()
-
-    def abort_continuation(self, request_id: str, index: int) -> None:
-        """See `StreamOwner`."""
-        if request_id in self._streams:
-            self._unsent_continuation_aborts.append((request_id, index))
-            self._send_aborts()
-
-    def _send_aborts(self) -> None:
-        # An abort that finds the queue full waits for the next heartbeat: losing it would cost compute.
-        if self._session is None or not (self._unsent_aborts or self._unsent_continuation_aborts):
-            return
-        if self._session.send(AbortRequests(self._unsent_aborts, self._unsent_continuation_aborts)):
-            self._unsent_aborts, self._unsent_continuation_aborts = [], []
 
     async def _run(self) -> None:
         retry_s = _MIN_RETRY_S
@@ -287,17 +265,14 @@ class EngineClient:
                     logging.DEBUG if self._quiet else logging.WARNING,
                     "engine_lost endpoint=%s in_flight=%d reason=%r",
                     self.endpoint,
-                    len(self._streams),
+                    self.num_in_flight,
                     reason,
                 )
             self.state = "down"
             self.down_reason = reason
         self._session = None
         self._ready.clear()
-        self._unsent_aborts, self._unsent_continuation_aborts = [], []
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(EngineUnavailableError(reason))
+        self._in_flight.fail_all(EngineUnavailableError(reason))
         self._calls.fail_all(EngineUnavailableError(reason))
 
     async def _watch(self, session: EngineSession) -> None:
@@ -325,7 +300,7 @@ class EngineClient:
                 raise _SessionEndedError(f"the engine was silent for {silent_s:.1f} s")
             if session.epoch:
                 session.send(Heartbeat())
-                self._send_aborts()
+                self._in_flight.send_aborts()
 
     async def _receive(self, session: EngineSession) -> None:
         while True:
@@ -355,7 +330,10 @@ class EngineClient:
         session.last_heard_s = time.monotonic()
         if isinstance(message, EngineOutputs):
             for output in message.outputs:
-                self._dispatch(output)
+                self._in_flight.deliver(output)
+        elif isinstance(message, WantFeatures):
+            for wanted in message.features:
+                self._in_flight.answer(wanted)
         elif isinstance(message, Stats):
             self._calls.answer(message.call_id, EngineSnapshot(epoch, message.stats, message.dropped_messages))
         elif isinstance(message, PrefixCacheWasReset):
@@ -408,22 +386,3 @@ class EngineClient:
             epoch,
             capabilities.model,
         )
-
-    def _dispatch(self, output: RequestOutput) -> None:
-        # Outputs of a request that was aborted meanwhile are expected and of no use.
-        stream = self._streams.get(output.request_id)
-        if stream is None:
-            return
-        if output.ends_request:
-            del self._streams[output.request_id]
-        stream.deliver(output)
-
-
-def _why_unsendable(request: EngineRequest, error: WireError) -> RequestError:
-    """Names the first field that cannot be sent even by itself; none if only all together are too large."""
-    for name in request.__struct_fields__:
-        try:
-            encode(getattr(request, name), 0, UNCOUNTED)
-        except WireError as field_error:
-            return RequestError("invalid", f"{name}: cannot be sent: {field_error}", name)
-    return RequestError("invalid", f"the request cannot be sent: {error}")

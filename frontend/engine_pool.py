@@ -19,6 +19,7 @@ from ipc.messages import EngineCapabilities, EngineRequest, RequestOutput
 
 from .engine_client import EngineClient
 from .engine_errors import EngineUnavailableError, RequestRefusedError
+from .feature_supply import FeatureSource
 from .http_config import HttpConfig
 from .request_stream import RequestStream
 
@@ -80,8 +81,10 @@ class EnginePool:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    def submit(self, request: EngineRequest) -> PooledStream:
+    def submit(self, request: EngineRequest, features: FeatureSource | None = None) -> PooledStream:
         """Send `request` to an engine. Never blocks. Enter the stream at once: `async with pool.submit(r) as stream:`.
+
+        `features` has the inputs of its `mm_features`, whichever engine wants them.
 
         Raises:
             EngineUnavailableError: no engine is ready.
@@ -90,15 +93,17 @@ class EnginePool:
         engine = self._choose(request, self.engines)
         if engine is None:
             raise EngineUnavailableError(self.down_reason)
-        return PooledStream(self, request, engine, engine.submit(request))
+        return PooledStream(self, request, features, engine, engine.submit(request, features))
 
-    def submit_elsewhere(self, request: EngineRequest, engine: EngineClient) -> RequestStream | None:
+    def submit_elsewhere(
+        self, request: EngineRequest, features: FeatureSource | None, engine: EngineClient
+    ) -> RequestStream | None:
         """Once more, on another engine than `engine`. None if there is none that takes it."""
         other = self._choose(request, [other for other in self.engines if other is not engine])
         if other is None:
             return None
         try:
-            return other.submit(request)
+            return other.submit(request, features)
         except (EngineUnavailableError, RequestRefusedError):
             return None
 
@@ -115,10 +120,18 @@ class EnginePool:
 class PooledStream:
     """As `RequestStream`, of whichever engine computes the request. Made by `EnginePool.submit`."""
 
-    def __init__(self, pool: EnginePool, request: EngineRequest, engine: EngineClient, stream: RequestStream) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        request: EngineRequest,
+        features: FeatureSource | None,
+        engine: EngineClient,
+        stream: RequestStream,
+    ) -> None:
         self.request_id = request.request_id
         self._pool = pool
         self._request = request
+        self._features = features
         self._engine = engine
         self._stream = stream
         self._on_arrival: Callable[[RequestOutput], None] | None = None
@@ -172,7 +185,7 @@ class PooledStream:
         if not self._may_move or (isinstance(error, RequestRefusedError) and error.error.code != "overloaded"):
             return False
         self._may_move = False
-        stream = self._pool.submit_elsewhere(self._request, self._engine)
+        stream = self._pool.submit_elsewhere(self._request, self._features, self._engine)
         if stream is not None:
             stream.on_arrival = self._on_arrival
             self._stream = stream

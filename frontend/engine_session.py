@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import TypeVar
 
 import zmq
 import zmq.asyncio
 
-from ipc.codec import encode
+from ipc.codec import Buffer, encode
 from ipc.curve import HANDSHAKE_FAILURES, FrontendKeys
-from ipc.messages import FrontendMessage, Goodbye
+from ipc.messages import FrontendMessage, Goodbye, SupplyFeature
 from ipc.sequence import UNCOUNTED, Verdict, judge
 from ipc.sockets import make_dealer
 
@@ -60,7 +60,15 @@ class EngineSession:
     def send(self, message: FrontendMessage) -> bool:
         """Hand `message` to the socket without waiting; False if its queue is full. Raises WireError."""
         sequence = UNCOUNTED if isinstance(message, Goodbye) else self._next_sequence
-        frames = encode(message, self.epoch, sequence)
+        return self._send_frames(encode(message, self.epoch, sequence), sequence)
+
+    def send_large(self, message: SupplyFeature) -> zmq.MessageTracker | None:
+        """As `send`; None if the queue is full. `done` of the result tells when the message has left."""
+        header, *parts = encode(message, self.epoch, self._next_sequence)
+        frames = [zmq.Frame(part, track=True) for part in parts]
+        return zmq.MessageTracker(*frames) if self._send_frames([header, *frames], self._next_sequence) else None
+
+    def _send_frames(self, frames: Sequence[Buffer | zmq.Frame], sequence: int) -> bool:
         try:
             _now(self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False))
         except zmq.Again:

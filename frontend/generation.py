@@ -12,6 +12,7 @@ from .continuation import Continuation, TextDelta
 from .detokenizer import Detokenizer
 from .engine_errors import EngineUnavailableError
 from .engine_pool import EnginePool
+from .feature_supply import FeatureSource
 from .metrics.request_record import RequestRecord
 
 
@@ -22,14 +23,16 @@ async def generate(
     stop_strings: Sequence[str],
     record: RequestRecord,
     *,
+    features: FeatureSource | None = None,
     include_stop: bool = False,
     scores_only: bool = False,
 ) -> AsyncGenerator[TextDelta]:
     """Run `request` and yield one delta per engine output; each continuation's last one has a `finish_reason`.
 
     See `Continuation` for what is part of the text. A stop string ends its continuation in the engine, and closing this
-    generator all of them: use `aclosing`. `record` is told what becomes of the request. `scores_only`: it asks for
-    nothing but its prompt's log-probabilities; the one token that comes with them is neither shown nor counted.
+    generator all of them: use `aclosing`. `record` is told what becomes of the request. `features` has the inputs of
+    its pictures. `scores_only`: it asks for nothing but its prompt's log-probabilities; the one token that comes with
+    them is neither shown nor counted.
 
     Raises:
         EngineUnavailableError: there is no engine, or it was lost.
@@ -41,7 +44,7 @@ async def generate(
     }
     prompt_logprobs: list[TokenLogprob | None] | None = None
     with record:
-        async with client.submit(request) as stream:
+        async with client.submit(request, features) as stream:
             record.follow(stream)
             async for output in stream:
                 # They come with the first continuation's first output, before any of the others.

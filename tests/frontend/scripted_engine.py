@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from frontend.engine_calls import EngineSnapshot
 from frontend.engine_errors import EngineUnavailableError
+from frontend.feature_supply import FeatureSource
 from ipc.messages import EngineCapabilities, EngineRequest, RequestOutput, TokenLogprob
 
 Script = Callable[[EngineRequest], AsyncGenerator[RequestOutput]]
@@ -24,12 +25,13 @@ class Drops:
 
 class ScriptedEngine:
     """Runs `script` per request. `requests`, `aborted` (ids) and `aborted_continuations` (ids with an index) are what a
-    real engine would have been told.
+    real engine would have been told; `sources[i]` has the pictures of `requests[i]`.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.requests: list[EngineRequest] = []
+        self.sources: list[FeatureSource | None] = []
         self.aborted: list[str] = []
         self.aborted_continuations: list[tuple[str, int]] = []
         self.state: Literal["connecting", "ready", "down"] = "ready"
@@ -58,8 +60,11 @@ class ScriptedEngine:
         raise EngineUnavailableError("this engine has no numbers")
 
     @asynccontextmanager
-    async def submit(self, request: EngineRequest) -> AsyncIterator[ScriptedStream]:
+    async def submit(
+        self, request: EngineRequest, features: FeatureSource | None = None
+    ) -> AsyncIterator[ScriptedStream]:
         self.requests.append(request)
+        self.sources.append(features)
         self.num_in_flight += 1
         stream = ScriptedStream(request.sampling_params.n)
         try:
