@@ -13,6 +13,7 @@ from engine_core.engine import EngineCore
 from engine_core.errors import InvalidConfigError
 from engine_core.server import add_link_options, link_settings_of, run_process
 from tests.fake_runner import FakeRunner
+from tests.pictures_in_prompts import PICTURES
 
 
 def main() -> int:
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--config", default="{}", help="EngineConfig as JSON")
     parser.add_argument("--name", default="fake", help="of the model")
     parser.add_argument("--tokenizer-digest", default="")
+    parser.add_argument("--pictures", action="store_true", help="the model takes pictures")
     add_link_options(parser)
     arguments = parser.parse_args()
 
@@ -31,7 +33,11 @@ def main() -> int:
         if arguments.fail:
             raise InvalidConfigError("block_size: this engine was told to fail")
         config = msgspec.json.decode(arguments.config, type=EngineConfig)
-        runner = FakeRunner(num_blocks=arguments.num_blocks, step_s=arguments.step_s)
+        runner = FakeRunner(
+            num_blocks=arguments.num_blocks,
+            step_s=arguments.step_s,
+            multimodal=PICTURES if arguments.pictures else None,
+        )
         runner.info = replace(runner.info, name=arguments.name, tokenizer_digest=arguments.tokenizer_digest)
         return EngineCore(config, runner)
 

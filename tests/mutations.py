@@ -12,7 +12,19 @@ import msgspec
 _HEADER = "<4sHHQQ"
 _NUMBERS = (0, 1, 2, 255, 2**16 - 1, 2**31 - 1, 2**32, 2**53, 2**63 - 1, 2**64 - 1, -1, -(2**31), -(2**63))
 _VALUES: tuple[Any, ...] = (None, True, False, 0.5, float("nan"), float("inf"), "", "x" * 40, "\ud7ff", b"", b"\xff")
-_TAGS = ("hello", "add", "abort", "heartbeat", "goodbye", "welcome", "refused", "outputs", "no such tag")
+_TAGS = (
+    "hello",
+    "add",
+    "abort",
+    "heartbeat",
+    "goodbye",
+    "welcome",
+    "refused",
+    "outputs",
+    "want_features",
+    "supply_feature",
+    "no such tag",
+)
 _TYPE_BYTES = b"\xc1\xc4\xc6\xc7\xc9\xca\xcb\xcf\xd3\xd4\xd8\xd9\xdb\xdc\xdd\xde\xdf\x9f\x8f\xbf"
 
 Frames = list[bytes]

@@ -69,7 +69,7 @@ def running_server(
 ) -> Iterator[EngineCoreServer]:
     engine = engine or EngineCore(EngineConfig(), FakeRunner(step_s=step_s))
     server = EngineCoreServer(engine, endpoint, settings)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, name="engine", daemon=True)
     thread.start()
     try:
         yield server

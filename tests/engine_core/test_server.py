@@ -28,10 +28,12 @@ from ipc.messages import (
     Hello,
     Refused,
     SamplingParams,
+    SupplyFeature,
     Welcome,
 )
 from tests.fake_runner import FakeRunner, continuation
 from tests.mutations import mutate
+from tests.pictures_in_prompts import inputs_of, key_of, picture_engine, pictured
 from tests.wire_peers import FAST, Connect, is_idle, running_server, wait_until
 
 # Sessions that end do so for another reason than silence.
@@ -283,8 +285,11 @@ def test_any_number_of_malformed_messages_does_no_harm(
         Goodbye(),
         AbortRequests(["r", "s"]),
         AddRequest(EngineRequest("r", [1, 2, 3], params, (ExtraKeySpan(0, None, "kind", "key"),), 1, 2.5)),
+        AddRequest(pictured("s", ["cat", "dog"], 2)),
+        SupplyFeature("s", key_of("cat"), inputs_of(key_of("cat"))),
+        SupplyFeature("s", key_of("dog"), inputs_of(key_of("dog"))),
     ]
-    with running_server(endpoint, step_s=0.002) as server:
+    with running_server(endpoint, engine=picture_engine(step_s=0.002)) as server:
         hostile, frontend = connect(), connect()
         frontend.hello()
         frontend.add("meanwhile", [9], 1000)
@@ -297,7 +302,7 @@ def test_any_number_of_malformed_messages_does_no_harm(
                 # Most malformed messages end its session.
                 hostile.send(Hello())
             hostile.next_sequence += 1
-            good = encode(rng.choices(messages, (1, 1, 1, 2, 5))[0], server.link.epoch, hostile.next_sequence)
+            good = encode(rng.choices(messages, (1, 1, 1, 2, 5, 2, 2, 2))[0], server.link.epoch, hostile.next_sequence)
             hostile.socket.send_multipart(mutate(good, rng))
         deep = b"\x92\xa5hello" + b"\x91" * 100_000
         hostile.socket.send_multipart([pack_header(0, 1), deep])

@@ -12,20 +12,25 @@ import pytest
 
 from engine_core.frontend_link import LinkSettings
 from engine_core.server import EngineCoreServer
-from frontend.engine_client import EngineClient, EngineUnavailableError, RequestRefusedError
+from frontend.engine_client import EngineClient
+from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from ipc.codec import Decoder, encode
 from ipc.messages import (
     AddRequest,
     EngineMessage,
     EngineOutputs,
+    EngineRequest,
     FrontendMessage,
     Goodbye,
     Heartbeat,
     Hello,
+    SupplyFeature,
+    WantFeatures,
     Welcome,
 )
 from tests.fake_runner import continuation
 from tests.meddling_proxy import Direction, Frames, MeddlingProxy, meddling_proxy
+from tests.pictures_in_prompts import Pictures, picture_engine, pictured
 from tests.wire_peers import is_idle, private_endpoint, request, running_server, wait_until
 
 LIVENESS_S = 30.0
@@ -43,23 +48,23 @@ def duplicate(frames: Frames) -> list[Frames]:
 
 
 def cut_body(frames: Frames) -> list[Frames]:
-    return [[frames[0], frames[1][:-1]]]
+    return [[frames[0], frames[1][:-1], *frames[2:]]]
 
 
 def cut_header(frames: Frames) -> list[Frames]:
-    return [[frames[0][:-1], frames[1]]]
+    return [[frames[0][:-1], *frames[1:]]]
 
 
 def lose_frame(frames: Frames) -> list[Frames]:
-    return [frames[:1]]
+    return [frames[:-1]]
 
 
 def as_of_an_older_version(frames: Frames) -> list[Frames]:
-    return [[frames[0][:4] + b"\1\0" + frames[0][6:], frames[1]]]
+    return [[frames[0][:4] + b"\1\0" + frames[0][6:], *frames[1:]]]
 
 
 def as_of_another_epoch(frames: Frames) -> list[Frames]:
-    return [[frames[0][:8] + bytes([frames[0][8] ^ 1]) + frames[0][9:], frames[1]]]
+    return [[frames[0][:8] + bytes([frames[0][8] ^ 1]) + frames[0][9:], *frames[1:]]]
 
 
 CHANGES: list[Change] = [
@@ -108,7 +113,7 @@ class Replace:
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[EngineCoreServer]:
     settings = LinkSettings(heartbeat_interval_s=HEARTBEAT_S, frontend_timeout_s=2.0)
-    with running_server(private_endpoint(tmp_path), step_s=0.002, settings=settings) as server:
+    with running_server(private_endpoint(tmp_path), engine=picture_engine(step_s=0.002), settings=settings) as server:
         yield server
 
 
@@ -125,14 +130,14 @@ async def client(tmp_path: Path, proxy: MeddlingProxy) -> AsyncIterator[EngineCl
     await client.close()
 
 
-async def outcome(client: EngineClient, request_id: str, prompt: list[int], num_tokens: int) -> str:
+async def outcome(client: EngineClient, asked: EngineRequest) -> str:
     """How a request went: `finished`, `failed` or `refused`. Its tokens were right in any case."""
     tokens: list[int] = []
-    expected = continuation(prompt, num_tokens)
+    expected = continuation(asked.prompt_token_ids, asked.sampling_params.max_tokens)
     try:
         async with asyncio.timeout(LIVENESS_S):
             await client.wait_ready()
-            async with client.submit(request(request_id, prompt, num_tokens)) as stream:
+            async with client.submit(asked, Pictures()) as stream:
                 async for output in stream:
                     tokens += output.new_token_ids
     except EngineUnavailableError:
@@ -148,7 +153,7 @@ async def outcome(client: EngineClient, request_id: str, prompt: list[int], num_
 async def serves_as_before(client: EngineClient, engine: EngineCoreServer) -> None:
     async with asyncio.timeout(LIVENESS_S):
         # The session that suffered may end yet.
-        while await outcome(client, "afterwards", [7, 8], 20) != "finished":  # noqa: ASYNC110 - it may be another's end
+        while await outcome(client, pictured("afterwards", ["pig"], 20)) != "finished":  # noqa: ASYNC110 - it may be another's end
             await asyncio.sleep(HEARTBEAT_S)
     assert client.num_in_flight == 0
     await asyncio.to_thread(wait_until, lambda: is_idle(engine.engine))
@@ -157,7 +162,16 @@ async def serves_as_before(client: EngineClient, engine: EngineCoreServer) -> No
 @pytest.mark.parametrize("change", [*CHANGES, None], ids=lambda change: change.__name__ if change else "overtaken")
 @pytest.mark.parametrize(
     ("kind", "skip"),
-    [(AddRequest, 1), (EngineOutputs, 0), (EngineOutputs, 29), (Heartbeat, 1), (Hello, 0), (Welcome, 0)],
+    [
+        (AddRequest, 1),
+        (WantFeatures, 0),
+        (SupplyFeature, 1),
+        (EngineOutputs, 0),
+        (EngineOutputs, 29),
+        (Heartbeat, 1),
+        (Hello, 0),
+        (Welcome, 0),
+    ],
 )
 async def test_one_message_that_does_not_arrive_as_it_was_sent(
     engine: EngineCoreServer,
@@ -169,7 +183,7 @@ async def test_one_message_that_does_not_arrive_as_it_was_sent(
 ) -> None:
     proxy.meddle = replace = Replace(kind, change, skip)
     await client.start()
-    outcomes = await asyncio.gather(*(outcome(client, f"r{n}", [n + 1], 200) for n in range(3)))
+    outcomes = await asyncio.gather(*(outcome(client, pictured(f"r{n}", [f"picture {n}"], 200)) for n in range(3)))
     await asyncio.to_thread(wait_until, lambda: replace.is_done)
     await serves_as_before(client, engine)
     drops = client.drops.counts + engine.link.drops.counts
@@ -208,7 +222,10 @@ async def test_random_faults_under_load(
 
     async def ask(worker: int) -> None:
         for n in range(20):
-            outcomes[await outcome(client, f"{worker}-{n}", [worker + 1, n + 1], rng.randint(1, 40))] += 1
+            request_id, num_tokens = f"{worker}-{n}", rng.randint(1, 40)
+            with_picture = pictured(request_id, [f"picture {rng.randrange(20)}"], num_tokens)
+            without = request(request_id, [worker + 1, n + 1], num_tokens)
+            outcomes[await outcome(client, rng.choice((with_picture, without)))] += 1
 
     await asyncio.gather(*(ask(worker) for worker in range(8)))
     proxy.meddle = None

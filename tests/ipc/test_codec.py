@@ -28,10 +28,14 @@ from ipc.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    MultimodalFeature,
     Refused,
     RequestError,
     RequestOutput,
     SamplingParams,
+    SupplyFeature,
+    WantedFeature,
+    WantFeatures,
     Welcome,
 )
 from tests.mutations import mutate
@@ -49,12 +53,21 @@ REQUEST = EngineRequest(
     SamplingParams(temperature=0.5, seed=-7, max_tokens=9, stop_token_ids=(4, 5)),
     extra_key_spans=(ExtraKeySpan(0, 1, "cache_salt", "s"), ExtraKeySpan(1, None, "mm", b"\xff\x00", "picture")),
     arrival_time_s=12.5,
+    mm_features=(MultimodalFeature(b"\xff\x00", 1, 3, ((0, 1), (2, 3)), 1024, {"image_grid_thw": (1, 2, 2)}),),
 )
-FRONTEND_MESSAGES = [Hello(), AddRequest(REQUEST), AbortRequests(["a", "b"], [("c", 1)]), Heartbeat(), Goodbye()]
+FRONTEND_MESSAGES = [
+    Hello(),
+    AddRequest(REQUEST),
+    SupplyFeature("r-1", b"\xff\x00", error=RequestError("invalid", "gone", "messages")),
+    AbortRequests(["a", "b"], [("c", 1)]),
+    Heartbeat(),
+    Goodbye(),
+]
 ENGINE_MESSAGES = [
     Welcome(EngineCapabilities("m", 100, 50, 16, 8, "sha256", "00ff")),
     Refused("no"),
     EngineOutputs([RequestOutput("r", [1, 2], 16, "error", error=RequestError("invalid", "bad", "seed"))]),
+    WantFeatures([WantedFeature("r", b"\xff\x00"), WantedFeature("r", b"")]),
     Heartbeat(),
     Goodbye(),
 ]
@@ -74,6 +87,19 @@ def test_frontend_messages_survive(message: FrontendMessage) -> None:
 @pytest.mark.parametrize("message", ENGINE_MESSAGES, ids=lambda m: type(m).__name__)
 def test_engine_messages_survive(message: EngineMessage) -> None:
     assert Decoder(EngineMessage).decode(encode(message, 7, 1)) == (7, 1, message)
+
+
+def test_inputs_survive_by_name_and_without_a_copy() -> None:
+    pixels = np.arange(30_000, dtype=np.float32).reshape(3, -1)
+    inputs = {"pixel_values": pixels, "image_grid_thw": np.array([[1, 2, 3]])}
+    frames = encode(SupplyFeature("r", b"key", inputs), 1, 1)
+    assert len(frames) == 4 and len(frames[1]) < 150
+    supply = Decoder[FrontendMessage](FrontendMessage).decode(frames).message
+    assert isinstance(supply, SupplyFeature)
+    assert (supply.request_id, supply.key, supply.error, list(supply.inputs)) == ("r", b"key", None, list(inputs))
+    for name, array in inputs.items():
+        np.testing.assert_array_equal(supply.inputs[name], array)
+    assert np.shares_memory(supply.inputs["pixel_values"], pixels)
 
 
 def test_string_and_bytes_span_keys_stay_what_they_are() -> None:
@@ -275,6 +301,7 @@ def test_decoding_is_total(payloads: list[bytes], header: bytes, body: bytes) ->
 FUZZED: list[tuple[Any, list[bytes | memoryview]]] = [
     *((FrontendMessage, encode(message, 1, 5)) for message in FRONTEND_MESSAGES),
     *((EngineMessage, encode(message, 1, 5)) for message in ENGINE_MESSAGES),
+    (FrontendMessage, encode(SupplyFeature("r", b"key", {"pixels": np.arange(6.0), "size": np.array([2, 3])}), 1, 5)),
     (Picture, encode(Picture(np.arange(6.0).reshape(2, 3), "p", Blob(b"xyz")), 1, 5)),
 ]
 
