@@ -133,6 +133,11 @@ class EngineCore:
         """
         check_request(request, self.capabilities)
         units = check_features(request, self._feature_limits)
+        if request.mm_features:
+            try:
+                self.runner.check_features(request.mm_features)
+            except ValueError as error:
+                raise InvalidRequestError(str(error), "mm_features") from error
         params = request.sampling_params
         num_prompt_tokens = len(request.prompt_token_ids)
         room = self.capabilities.max_model_len - num_prompt_tokens

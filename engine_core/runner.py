@@ -100,6 +100,14 @@ class Runner(Protocol):
         """Copy whole blocks, `(source, target)` each, before the step's own writes. No target is also a source."""
         ...
 
+    def check_features(self, features: Sequence[MultimodalFeature]) -> None:
+        """Make sure that a prompt with these features, which `checks.check_request` has passed, can be computed.
+
+        Any thread may call this at any time. Raises ValueError, naming the feature, where it cannot: a step with it
+        would fail, and end other requests' steps.
+        """
+        ...
+
     def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> Any:
         """What the model sees of one feature: `feature.num_embeds` rows, in whatever form `execute` takes them.
 

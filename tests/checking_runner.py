@@ -72,6 +72,9 @@ class CheckingRunner:
             self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
             self.num_copied_blocks += 1
 
+    def check_features(self, features: Sequence[MultimodalFeature]) -> None:
+        pass  # positions are places
+
     def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> list[int]:
         if feature.key in self.encoder_fails:
             raise self.encoder_fails[feature.key]

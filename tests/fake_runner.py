@@ -59,6 +59,9 @@ class FakeRunner:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         pass  # no next token depends on a block
 
+    def check_features(self, features: Sequence[MultimodalFeature]) -> None:
+        pass  # nothing depends on where they are
+
     def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> None:
         assert inputs, feature
 

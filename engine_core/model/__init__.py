@@ -1,9 +1,10 @@
 """The model: transformers' own definitions with our attention, one flattened batch per step.
 
 `resolve` finds it, `gguf` unpacks it, `loader` loads it, `support` and `probe` say what is refused and why, `passes`
-make it faster, `attention` connects it to the paged KV cache, `input_batch` lays a step out, `sampler` picks tokens,
-`memory` and `rehearsal` size the pool, `runner` is all of that behind `engine_core.runner.Runner`. This package itself
-loads no torch.
+make it faster, `attention` connects it to the paged KV cache, `input_batch` lays a step out, `forward` computes it,
+`sampler` picks tokens, `memory` and `rehearsal` size the pool. `pictures` has what a model needs for them: encoder,
+positions, groups of tokens that see each other; `picture_probe` looks whether that is all. `runner` is all of this
+behind `engine_core.runner.Runner`. This package itself loads no torch.
 """
 
 from __future__ import annotations

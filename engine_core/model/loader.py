@@ -13,7 +13,7 @@ from engine_core.errors import InvalidConfigError
 
 from .attention import ATTENTION_NAME
 from .progress import transformers_progress
-from .support import UnsupportedModelError, check_config, check_model_class
+from .support import UnsupportedModelError, check_config, check_model_class, check_picture_class
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,6 +63,8 @@ def load_config(path: Path) -> Any:
         raise InvalidConfigError(f"model: transformers cannot read {path / 'config.json'}: {error}") from error
     check_config(config)
     check_model_class(_model_class(config))
+    if takes_pictures(config):
+        check_picture_class(_model_class(config))
     return config
 
 
@@ -99,8 +101,15 @@ def end_of_sequence_ids(model: Any, config: Any) -> frozenset[int]:
     return frozenset(found)
 
 
+def takes_pictures(config: Any) -> bool:
+    """Whether it is a model for pictures and text, and this one has a vision tower (Gemma 4's is optional)."""
+    has_tower = getattr(config, "vision_config", config) is not None
+    return has_tower and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
 def _model_class(config: Any) -> Any:
-    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+    # Some are in both: there the causal LM may be the decoder alone.
+    for mapping in (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]
     raise UnsupportedModelError(
@@ -109,11 +118,10 @@ def _model_class(config: Any) -> Any:
 
 
 def _attention_names(config: Any) -> str | dict[str, str]:
-    """Ours for the text decoder only: a plain string would also reach a vision tower."""
+    """Ours for the text decoder only: a plain string would also reach a vision tower, which keeps what transformers
+    chooses for it (`sdpa`, where it can).
+    """
     text_config = config.get_text_config(decoder=True)
     if text_config is config:
         return ATTENTION_NAME
-    names = {"": "sdpa"}
-    for part in config.sub_configs:
-        names[part] = ATTENTION_NAME if getattr(config, part) is text_config else "sdpa"
-    return names
+    return {part: ATTENTION_NAME for part in config.sub_configs if getattr(config, part) is text_config}

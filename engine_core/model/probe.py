@@ -65,13 +65,20 @@ def probe_layers(model: torch.nn.Module, config: Any) -> dict[int, LayerShape]:
     """What each attention layer stores, by layer number.
 
     Raises:
-        UnsupportedModelError: its layers do not attend the way the configuration says, or its logits depend on
-            more than the tokens and the positions given.
+        UnsupportedModelError: it computes no text alone, its layers do not attend the way the configuration says, or
+            its logits depend on more than the tokens and the positions given.
     """
     token_ids, in_order = _sequence(model, config)
 
     probe = Probe(in_order)
-    expected = _logits(model, token_ids, probe, logits_to_keep=in_order)
+    try:
+        expected = _logits(model, token_ids, probe, logits_to_keep=in_order)
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # every architecture has its own way of wanting more than a text
+        raise UnsupportedModelError(
+            f"{config.model_type}: a text alone cannot be computed: {type(error).__name__}: {error}"
+        ) from error
     check_layers(config, probe.shapes)
 
     for order, difference in (
@@ -104,7 +111,7 @@ def tolerance(dtype: torch.dtype) -> float:
 def _sequence(model: torch.nn.Module, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and positions, `[num_tokens]` each."""
     device = next(model.parameters()).device
-    token_ids = torch.tensor(list(_ordinary_token_ids(config)), device=device)
+    token_ids = torch.tensor(list(ordinary_token_ids(config)), device=device)
     return token_ids, torch.arange(len(token_ids), device=device)
 
 
@@ -122,7 +129,7 @@ def disagreement(expected: torch.Tensor, actual: torch.Tensor) -> float:
     return share.median().item()
 
 
-def _ordinary_token_ids(config: Any) -> Iterator[int]:
+def ordinary_token_ids(config: Any) -> Iterator[int]:
     """`_NUM_TOKENS` different ids from all over the vocabulary, none that a model treats in a special way."""
     text_config = config.get_text_config(decoder=True)
     special = {

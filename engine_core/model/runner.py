@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from ipc.messages import MultimodalFeature
 
 from .attention import PagedKV
 from .fingerprint import cache_namespace, model_fingerprint, tokenizer_digest
+from .forward import step_logits
 from .head_replay import decoding_once
-from .input_batch import build_input_batch
-from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model
+from .input_batch import InputBatch, build_input_batch
+from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, takes_pictures
 from .logit_rules import LogitRules
 from .logprobs import prompt_logprobs, sampled_logprobs
 from .memory import choose_num_blocks
 from .passes import PassError, apply_passes
+from .picture_encoder import EncodedRows
+from .picture_probe import check_pictures
+from .pictures import Pictures
 from .probe import probe_layers
 from .rehearsal import SCRATCH_BLOCK_ID, heaviest_step
 from .sampler import sample
@@ -72,6 +77,14 @@ class ModelRunner:
         except PassError as error:
             logger.warning("passes_skipped model_type=%s reason=%s", model_config.model_type, error)
             self._model = load_model(path, model_config, self._dtype, self._device)
+        self._pictures = Pictures.of(self._model, model_config) if takes_pictures(model_config) else None
+        if self._pictures is not None:
+            check_pictures(
+                self._model,
+                model_config,
+                self._pictures.encoder.num_deepstack,
+                lambda item: self._compute_alone(item, shapes),
+            )
         num_blocks = choose_num_blocks(
             config,
             block_bytes=sum(s.values_per_token for s in shapes.values()) * self._dtype.itemsize * config.block_size,
@@ -88,6 +101,7 @@ class ModelRunner:
             num_blocks=num_blocks,
             cache_namespace=cache_namespace(model_fingerprint(path), dtype_name, config.block_size),
             tokenizer_digest=tokenizer_digest(path),
+            multimodal=None if self._pictures is None else self._pictures.info,
         )
         logger.info(
             "model_loaded name=%s dtype=%s device=%s threads=%d layers=%d blocks=%d kv_pool_bytes=%d load_s=%.1f",
@@ -108,14 +122,41 @@ class ModelRunner:
         for cache in (*self._key_caches.values(), *self._value_caches.values()):
             cache.index_copy_(0, targets, cache.index_select(0, sources))
 
-    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> Any:
+    def check_features(self, features: Sequence[MultimodalFeature]) -> None:
+        """As `engine_core.runner.Runner.check_features`."""
+        if self._pictures is not None:
+            self._pictures.check(features)
+
+    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> EncodedRows:
         """As `engine_core.runner.Runner.encode`."""
-        raise ValueError(f"{self.info.name} takes no pictures")
+        if self._pictures is None:
+            raise ValueError(f"{self.info.name} takes no pictures")
+        return self._pictures.encoder.encode(feature, inputs)
 
     @torch.inference_mode()
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         """As `engine_core.runner.Runner.execute`."""
         return self._compute(batch, self._key_caches, self._value_caches)
+
+    def _forward(
+        self,
+        batch: Sequence[ScheduledRequest],
+        key_caches: dict[int, torch.Tensor],
+        value_caches: dict[int, torch.Tensor],
+    ) -> tuple[InputBatch, Callable[[torch.Tensor], torch.Tensor]]:
+        """The batch as it is laid out, and `forward.step_logits` of it."""
+        pictures = self._pictures
+        inputs = build_input_batch(
+            batch,
+            block_size=self._block_size,
+            dtype=self._dtype,
+            device=self._device,
+            joins_touching=pictures is not None and pictures.joins_touching,
+        )
+        layer_kv = PagedKV(key_caches, value_caches, inputs.metadata)
+        return inputs, step_logits(
+            self._model, batch, inputs, layer_kv, None if pictures is None else pictures.positions
+        )
 
     def _compute(
         self,
@@ -123,18 +164,7 @@ class ModelRunner:
         key_caches: dict[int, torch.Tensor],
         value_caches: dict[int, torch.Tensor],
     ) -> StepResult:
-        inputs = build_input_batch(batch, block_size=self._block_size, dtype=self._dtype, device=self._device)
-        layer_kv = PagedKV(key_caches, value_caches, inputs.metadata)
-
-        def logits_of(places: torch.Tensor) -> torch.Tensor:
-            return self._model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                logits_to_keep=places,
-                layer_kv=layer_kv,
-            ).logits[0]
-
+        inputs, logits_of = self._forward(batch, key_caches, value_caches)
         with decoding_once(self._model):
             logits = logits_of(inputs.logits_indices)
             result = StepResult([None] * len(batch), prompt_logprobs=prompt_logprobs(batch, logits_of, self._device))
@@ -146,6 +176,14 @@ class ModelRunner:
             for row, logprob in sampled_logprobs(logits, sampled, requests).items():
                 result.logprobs[inputs.sampling[row]] = logprob
         return result
+
+    def _compute_alone(self, item: ScheduledRequest, shapes: dict[int, LayerShape]) -> torch.Tensor:
+        """Logits of all tokens of a request without blocks, `[num_tokens, vocab_size]`, in a cache of their own."""
+        num_blocks = -(-item.num_tokens // self._block_size)
+        _, logits_of = self._forward(
+            [dataclasses.replace(item, block_ids=range(num_blocks))], *self._allocate(num_blocks, shapes)
+        )
+        return logits_of(torch.arange(item.num_tokens, device=self._device))
 
     def _allocate(
         self, num_blocks: int, shapes: dict[int, LayerShape]

@@ -5,6 +5,7 @@ Everything here looks at a transformers configuration, or at what a probing forw
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,23 @@ def check_model_class(model_class: Any) -> None:
     if not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"{model_class.__name__} does not let its attention be replaced (_supports_attention_backend is not set)"
+        )
+    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        raise UnsupportedModelError(
+            f"{model_class.__name__} computes the logits of all tokens whether wanted or not (its forward has no"
+            " logits_to_keep)"
+        )
+
+
+def check_picture_class(model_class: Any) -> None:
+    """Refuse a class for pictures and text of which only the text could be served.
+
+    Raises:
+        UnsupportedModelError
+    """
+    if not hasattr(model_class, "get_image_features"):
+        raise UnsupportedModelError(
+            f"{model_class.__name__} has no get_image_features: its pictures cannot be encoded apart from their prompt"
         )
 
 
