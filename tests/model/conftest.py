@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from engine_core.model.resolve import resolve_model
 from tests.tiny_models import make_tiny_model
+from tests.tiny_vlms import make_tiny_vlm
 
 
 @pytest.fixture(scope="session")
@@ -30,5 +32,16 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fi
                 else make_tiny_model(name, tmp_path_factory.mktemp(name))
             )
         return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def vlm_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a vision-language family → the directory of its tiny model."""
+
+    @functools.cache
+    def get(family: str) -> Path:
+        return make_tiny_vlm(family, tmp_path_factory.mktemp(family))
 
     return get

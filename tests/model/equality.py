@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import transformers
 
@@ -62,7 +63,10 @@ def load_reference_model(directory: Path) -> transformers.PreTrainedModel:
     """In float32, with `sdpa` where the architecture has it (Gemma 2 has only `eager`)."""
     torch.set_float32_matmul_precision("highest")
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    auto_class = transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        auto_class = transformers.AutoModelForImageTextToText
+    model = auto_class.from_pretrained(
         directory,
         dtype=torch.float32,
         attn_implementation="eager" if config.model_type == "gemma2" else "sdpa",
@@ -73,14 +77,22 @@ def load_reference_model(directory: Path) -> transformers.PreTrainedModel:
     return model.eval()
 
 
-@torch.inference_mode()
 def generate_reference(
     model: transformers.PreTrainedModel, prompt_token_ids: list[int], num_tokens: int = NUM_OUTPUT_TOKENS
 ) -> Reference:
     input_ids = torch.tensor([prompt_token_ids])
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    return generate_reference_from(model, inputs, num_tokens)
+
+
+@torch.inference_mode()
+def generate_reference_from(
+    model: transformers.PreTrainedModel, inputs: dict[str, torch.Tensor], num_tokens: int = NUM_OUTPUT_TOKENS
+) -> Reference:
+    """`inputs` are what a processor makes of a prompt, pictures included."""
+    prompt_token_ids = inputs["input_ids"][0].tolist()
     generated = model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
+        **inputs,
         generation_config=transformers.GenerationConfig(
             do_sample=False,
             num_beams=1,
@@ -110,12 +122,23 @@ def run_prompts(
     engine: EngineCore, prompts: Sequence[list[int]], num_tokens: int = NUM_OUTPUT_TOKENS
 ) -> list[EngineRun]:
     """Greedy outputs of all prompts, handed to the engine at once."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    runs = {str(i): EngineRun([], {}, 0) for i in range(len(prompts))}
+    params = greedy(num_tokens)
+    return run_requests(engine, [(EngineRequest(str(i), prompt, params), {}) for i, prompt in enumerate(prompts)])
+
+
+def greedy(num_tokens: int = NUM_OUTPUT_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def run_requests(
+    engine: EngineCore, requests: Sequence[tuple[EngineRequest, dict[bytes, dict[str, np.ndarray]]]]
+) -> list[EngineRun]:
+    """Outputs of all requests, handed to the engine at once, each with the inputs of its features."""
+    runs = {request.request_id: EngineRun([], {}, 0) for request, _ in requests}
     num_cached = dict.fromkeys(runs, 0)
     with _recorded_logprobs(runs):
-        for request_id, prompt in zip(runs, prompts, strict=True):
-            engine.add_request(EngineRequest(request_id, prompt, params))
+        for request, inputs in requests:
+            engine.add_request(request, inputs)
         while engine.has_unfinished_requests():
             for output in engine.step().outputs:
                 if output.error is not None:
@@ -167,10 +190,9 @@ def check_equal(references: Sequence[Reference], runs: Sequence[EngineRun]) -> N
         raise NotEqualError(f"{num_ended_early} of {len(references)} comparisons ended early")
 
 
-def corrupt_last_cached_block(engine: EngineCore, prompt: list[int]) -> None:
-    """Spoil the K/V of the deepest cached full block of `prompt`, as a wrong hit or a stray write would."""
-    request = engine.prepare_request(EngineRequest("probe", prompt))
-    chain = engine._scheduler.kv.pool.get_cached_run(request.block_hashes)
+def corrupt_last_cached_block(engine: EngineCore, request: EngineRequest) -> None:
+    """Spoil the K/V of the deepest cached full block of `request`, as a wrong hit or a stray write would."""
+    chain = engine._scheduler.kv.pool.get_cached_run(engine.prepare_request(request).block_hashes)
     assert chain, "nothing of this prompt is cached: there is nothing to corrupt"
     runner = engine.runner
     assert isinstance(runner, runner_module.ModelRunner)

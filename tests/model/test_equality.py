@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core import EngineCore
+from engine_core import EngineCore, EngineRequest
 from tests.tiny_models import TINY_ARCHITECTURES
 
 from .equality import (
@@ -118,7 +118,7 @@ def check_preempted(directory: Path, references: list[Reference]) -> None:
 def check_sees_corruption(engine: EngineCore, references: list[Reference]) -> None:
     reference = max(references, key=lambda reference: len(reference.prompt_token_ids))
     check_equal([reference], run_prompts(engine, [reference.prompt_token_ids]))
-    corrupt_last_cached_block(engine, reference.prompt_token_ids)
+    corrupt_last_cached_block(engine, EngineRequest("probe", reference.prompt_token_ids))
     with pytest.raises(NotEqualError):
         check_equal([reference], run_prompts(engine, [reference.prompt_token_ids]))
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from engine_core.model.loader import load_config, load_model
-from engine_core.model.probe import _NUM_TOKENS, _ordinary_token_ids, probe_layers
+from engine_core.model.probe import _NUM_TOKENS, ordinary_token_ids, probe_layers
 from engine_core.model.support import LayerShape, UnsupportedModelError
 from tests.tiny_models import make_tiny_model
 
@@ -84,6 +84,6 @@ def test_a_row_is_not_a_sequence(
 def test_tokens_with_a_meaning_of_their_own_are_not_used() -> None:
     config = transformers.LlavaConfig(image_token_index=2000 * 2)
     config.text_config.vocab_size, config.text_config.eos_token_id = 32000, 2000
-    token_ids = list(_ordinary_token_ids(config))
+    token_ids = list(ordinary_token_ids(config))
     assert len(set(token_ids)) == _NUM_TOKENS
     assert not {2000, 4000} & set(token_ids)

@@ -7,13 +7,14 @@ import transformers
 
 from engine_core import InvalidConfigError
 from engine_core.model.attention import ATTENTION_NAME
-from engine_core.model.loader import _attention_names, _model_class
+from engine_core.model.loader import _attention_names, _model_class, takes_pictures
 from engine_core.model.support import (
     LayerShape,
     UnsupportedModelError,
     check_config,
     check_layers,
     check_model_class,
+    check_picture_class,
     usable_model_len,
 )
 
@@ -21,6 +22,8 @@ from engine_core.model.support import (
 def check(config: transformers.PreTrainedConfig) -> None:
     check_config(config)
     check_model_class(_model_class(config))
+    if takes_pictures(config):
+        check_picture_class(_model_class(config))
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,9 @@ def check(config: transformers.PreTrainedConfig) -> None:
         (transformers.Qwen3NextConfig(), "linear_attention"),
         (transformers.Llama4TextConfig(), "chunked_attention"),
         (transformers.MptConfig(), "_supports_attention_backend"),
+        (transformers.VideoLlama3Config(), "no logits_to_keep"),
+        (transformers.FuyuConfig(), "no get_image_features"),
+        (transformers.Emu3Config(), "no get_image_features"),
         (transformers.BertConfig(is_decoder=True, add_cross_attention=True), "cross-attention"),
         (transformers.ViTConfig(), "neither a causal nor an image-text-to-text model"),
     ],
@@ -67,13 +73,18 @@ def test_accepted(config: transformers.PreTrainedConfig) -> None:
     check(config)
 
 
+def test_without_a_vision_tower_a_model_is_one_of_texts() -> None:
+    assert takes_pictures(transformers.LlavaConfig())
+    assert not takes_pictures(transformers.Gemma4Config(vision_config=None))
+    assert not takes_pictures(transformers.LlamaConfig())
+
+
 def test_a_text_model_attends_through_us() -> None:
     assert _attention_names(transformers.LlamaConfig()) == ATTENTION_NAME
 
 
 def test_of_several_towers_only_the_text_decoder_does() -> None:
-    names = _attention_names(transformers.LlavaConfig())
-    assert names == {"": "sdpa", "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
+    assert _attention_names(transformers.LlavaConfig()) == {"text_config": ATTENTION_NAME}
 
 
 def test_a_window_that_only_a_mask_would_enforce_is_refused() -> None:

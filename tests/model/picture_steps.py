@@ -1,0 +1,63 @@
+"""Steps of a `ModelRunner` by hand: any tokens of a request, its pictures given as far as a scheduler gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from engine_core import EngineConfig, EngineRequest, SamplingParams
+from engine_core.model.runner import ModelRunner
+from engine_core.request import Request
+from engine_core.runner import EncodedFeature, ScheduledRequest
+from ipc.messages import TokenLogprob
+
+from .picture_prompts import PicturePrompt
+
+BLOCK_SIZE = 16
+# Of each request by hand: the i-th request of a test has the i-th run of blocks.
+BLOCKS_PER_REQUEST = 16
+
+
+def make_runner(directory: Path, **settings: object) -> ModelRunner:
+    defaults = {"model": str(directory), "dtype": "float32", "device": "cpu", "num_blocks": 64}
+    return ModelRunner(EngineConfig(**(defaults | {"block_size": BLOCK_SIZE} | settings)))
+
+
+class HandMade:
+    """A request whose steps a test writes itself. All prompt tokens' log-probabilities are asked for."""
+
+    def __init__(self, runner: ModelRunner, prompt: PicturePrompt, place: int = 0) -> None:
+        params = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
+        self.request = Request(
+            EngineRequest(f"by hand {place}", prompt.token_ids, params, mm_features=prompt.features),
+            max_tokens=64,
+            seed=0,
+            arrival_time_s=0.0,
+        )
+        self.encoded = [
+            EncodedFeature(feature, runner.encode(feature, prompt.inputs[feature.key])) for feature in prompt.features
+        ]
+        self._block_ids = range(place * BLOCKS_PER_REQUEST, (place + 1) * BLOCKS_PER_REQUEST)
+
+    def tokens(self, start: int, end: int) -> ScheduledRequest:
+        features = [one for one in self.encoded if one.feature.start < end and start < one.feature.end]
+        return ScheduledRequest(self.request, start, end - start, self._block_ids, 0, features)
+
+
+def prompt_logprobs(runner: ModelRunner, by_hand: HandMade, borders: Sequence[int]) -> list[float]:
+    """Of each prompt token but the first, and of the token that follows the prompt, whose steps end at `borders`."""
+    found: list[TokenLogprob] = []
+    for start, end in zip((0, *borders), (*borders, by_hand.request.num_tokens)):
+        result = runner.execute([by_hand.tokens(start, end)])
+        found += [*result.prompt_logprobs.get(0, []), *filter(None, [result.logprobs.get(0)])]
+    return [entry.logprob for entry in found]
+
+
+@torch.inference_mode()
+def reference_logprobs(model: torch.nn.Module, prompt: PicturePrompt) -> list[float]:
+    """What `prompt_logprobs` should find."""
+    logprobs = model(**prompt.reference_inputs, use_cache=False).logits[0].log_softmax(dim=-1)
+    token_ids = torch.tensor([*prompt.token_ids[1:], int(logprobs[-1].argmax())])
+    return logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
