@@ -17,7 +17,7 @@ import transformers
 _MAX_PARAMETERS = 30_000_000
 _WINDOW = 24
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "max_position_embeddings": 512,
     "n_positions": 512,
@@ -91,7 +91,7 @@ _ADJUSTMENTS: tuple[tuple[set[str], dict[str, Any]], ...] = (
     ({"rotary_dim"}, {}),
     (set(), {"layer_types": ["sliding_attention", "full_attention"] * 2}),
     (set(), {"layer_types": ["full_attention"] * 4}),
-    (set(_SIZES), {}),  # the class's own: too large to run, but enough for a refusal
+    (set(SIZES), {}),  # the class's own: too large to run, but enough for a refusal
 )
 
 
@@ -105,12 +105,12 @@ def tiny_configs(config_class: Any, *, windowed: bool) -> Iterator[Any]:
     try:
         known |= set(config_class().to_dict())
     except Exception:  # some configurations have no defaults
-        known |= set(_SIZES)
+        known |= set(SIZES)
     if windowed and "sliding_window" not in known:
         return
     for left_out, changes in _ADJUSTMENTS:
         dropped = left_out if windowed else left_out | {"sliding_window"}
-        fields = {name: value for name, value in (_SIZES | changes).items() if name in known - dropped}
+        fields = {name: value for name, value in (SIZES | changes).items() if name in known - dropped}
         aliases = {name for name in fields if config_class.attribute_map.get(name) in fields}
         if not windowed and "sliding_window" in known - left_out:
             fields["sliding_window"] = None
