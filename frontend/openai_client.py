@@ -43,11 +43,12 @@ class BrokenAnswerError(ServerError):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """`cached_tokens` is None where the server does not report it."""
+    """`cached_tokens` and `image_tokens` are None where the server does not report them."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
+    image_tokens: int | None = None
 
 
 class Delta(NamedTuple):
@@ -201,6 +202,7 @@ class _Choice(msgspec.Struct):
 
 class _PromptTokensDetails(msgspec.Struct):
     cached_tokens: int | None = None
+    image_tokens: int | None = None
 
 
 class _UsageBody(msgspec.Struct):
@@ -227,9 +229,9 @@ def _note(event: _Event, answer: Answer, now_s: float) -> list[Delta]:
     if event.error is not None:
         raise BrokenAnswerError(f"the server broke the answer off: {_message_of(event.error)}")
     if event.usage is not None:
-        details = event.usage.prompt_tokens_details
+        details = event.usage.prompt_tokens_details or _PromptTokensDetails()
         answer.usage = Usage(
-            event.usage.prompt_tokens, event.usage.completion_tokens, details.cached_tokens if details else None
+            event.usage.prompt_tokens, event.usage.completion_tokens, details.cached_tokens, details.image_tokens
         )
     deltas: list[Delta] = []
     for choice in event.choices or []:

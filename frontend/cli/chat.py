@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,12 +15,15 @@ if TYPE_CHECKING:
     import asyncio
 
     from frontend.openai_client import OpenAIClient
+    from frontend.terminal.attachments import Attachment
+    from frontend.terminal.conversation import Conversation
 
 _CHAT, _SAMPLING = "Chat", "Sampling"
 
 EXAMPLES = """
 foreword chat
 foreword chat --system "Answer in one sentence." --temperature 0
+foreword chat --image cat.png
 foreword chat --url http://server:8000/v1 --model llama
 git diff | foreword chat --system "Write a commit message." > message
 """
@@ -33,6 +37,10 @@ def chat(
     model: Model = None,
     api_key: ApiKey = None,
     system: Annotated[str | None, option(_CHAT, "System prompt.", metavar="TEXT")] = None,
+    image: Annotated[
+        list[Path] | None,
+        option(_CHAT, "A picture that goes with the first message; repeat for several.", metavar="FILE"),
+    ] = None,
     cache_salt: Annotated[
         str | None, option(_CHAT, "Share cached prefixes only with requests of this salt.", metavar="SALT")
     ] = None,
@@ -52,7 +60,9 @@ def chat(
     import asyncio
 
     from frontend.openai_client import OpenAIClient, ServerError, UnreachableError
+    from frontend.terminal.conversation import Conversation
 
+    conversation = Conversation(system, pictures=_attachments(image or []))
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     wished = sampling | {"max_tokens": max_tokens, "cache_salt": cache_salt}
     fields = {name: value for name, value in wished.items() if value is not None}
@@ -63,7 +73,7 @@ def chat(
     with asyncio.Runner() as runner:
         try:
             card = runner.run(client.find_model(model))
-            exit_code = _converse(runner, client, fields | {"model": card.id}, system)
+            exit_code = _converse(runner, client, fields | {"model": card.id}, conversation)
         except UnreachableError as error:
             fail_without_server(url, str(error))
         except ServerError as error:
@@ -73,18 +83,28 @@ def chat(
     raise typer.Exit(exit_code)
 
 
-def _converse(runner: asyncio.Runner, client: OpenAIClient, fields: dict[str, Any], system: str | None) -> int:
-    from frontend.terminal.conversation import Conversation
+def _converse(runner: asyncio.Runner, client: OpenAIClient, fields: dict[str, Any], conversation: Conversation) -> int:
     from frontend.terminal.screen import Screen
     from frontend.terminal.session import chat as converse
     from frontend.terminal.session import take_turn
 
-    screen, conversation = Screen(), Conversation(system)
+    screen = Screen()
     if not sys.stdin.isatty():
-        return _EXIT_CODES[take_turn(runner, client, conversation, _piped_message(), fields, screen)]
+        return _EXIT_CODES[take_turn(runner, client, conversation, conversation.ask(_piped_message()), fields, screen)]
     screen.note(f"{fields['model']} at {client.url} · /help lists commands, Ctrl-D ends")
+    if conversation.pictures:
+        screen.note(f"with the first message: {'; '.join(map(str, conversation.pictures))}")
     converse(runner, client, conversation, fields, screen)
     return 0
+
+
+def _attachments(files: list[Path]) -> list[Attachment]:
+    from frontend.terminal.attachments import read_attachment
+
+    try:
+        return [read_attachment(file) for file in files]
+    except ValueError as error:
+        fail(f"--image: {error}")
 
 
 def _piped_message() -> str:

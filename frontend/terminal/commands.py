@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from .attachments import read_attachment
 from .conversation import Conversation
 
 # Each takes the conversation and what stands behind its name, and returns what to tell.
@@ -33,7 +34,19 @@ def _help(_: Conversation, __: str) -> str:
 
 def _reset(conversation: Conversation, _: str) -> str:
     conversation.turns.clear()
+    conversation.pictures.clear()
     return "a new conversation"
+
+
+def _image(conversation: Conversation, file: str) -> str:
+    if not file:
+        conversation.pictures.clear()
+        return "no pictures go with the next message"
+    try:
+        conversation.pictures.append(read_attachment(Path(file)))
+    except ValueError as error:
+        return str(error)
+    return f"with the next message: {'; '.join(map(str, conversation.pictures))}"
 
 
 def _system(conversation: Conversation, text: str) -> str:
@@ -59,6 +72,7 @@ def _save(conversation: Conversation, file: str) -> str:
 
 
 COMMANDS: dict[str, tuple[str, str, Command]] = {
+    "/image": ("FILE", "Send a picture with the next message; without FILE, send none.", _image),
     "/reset": ("", "Forget the conversation, but not the system prompt.", _reset),
     "/system": ("TEXT", "Set the system prompt; without TEXT, have none.", _system),
     "/undo": ("", "Forget the last turn.", _undo),

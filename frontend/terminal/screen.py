@@ -72,7 +72,7 @@ class Screen:
 def cost(answer: Answer, *, stopped: bool = False) -> str:
     """One line about what an answer took: "30 prompt tokens: 16 cached + 14 new · 9 generated · TTFT 52 ms · 20 tok/s".
 
-    What the server does not report is left out.
+    What the server does not report is left out, and so are pictures' tokens where there are none.
     """
     parts: list[str] = []
     if usage := answer.usage:
@@ -80,6 +80,8 @@ def cost(answer: Answer, *, stopped: bool = False) -> str:
         if usage.cached_tokens is not None:
             new = usage.prompt_tokens - usage.cached_tokens
             prompt += f": {usage.cached_tokens:,} cached + {new:,} new"
+        if usage.image_tokens:
+            prompt += f" ({usage.image_tokens:,} of pictures)"
         parts += [prompt, f"{usage.completion_tokens:,} generated"]
     if answer.ttft_s is not None:
         parts.append(f"TTFT {1e3 * answer.ttft_s:,.0f} ms")

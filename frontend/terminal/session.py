@@ -10,7 +10,7 @@ from typing import Any, Literal
 from frontend.openai_client import Answer, OpenAIClient, ServerError
 
 from .commands import COMMANDS, is_command, run_command
-from .conversation import Conversation
+from .conversation import Conversation, Question
 from .screen import Screen, cost
 
 Outcome = Literal["answered", "stopped", "failed"]
@@ -36,14 +36,14 @@ def chat(
         if is_command(line):
             screen.note(run_command(conversation, line))
         elif line.strip():
-            take_turn(runner, client, conversation, line, fields, screen)
+            take_turn(runner, client, conversation, conversation.ask(line), fields, screen)
 
 
 def take_turn(
     runner: asyncio.Runner,
     client: OpenAIClient,
     conversation: Conversation,
-    question: str,
+    question: Question,
     fields: dict[str, Any],
     screen: Screen,
 ) -> Outcome:
