@@ -7,6 +7,8 @@ import sys
 
 import msgspec
 
+from .picture_config import PictureConfig
+
 DEFAULT_MAX_BODY_BYTES = 32 << 20
 DEFAULT_DRAIN_TIMEOUT_S = 5.0
 
@@ -32,6 +34,7 @@ class HttpConfig(msgspec.Struct, kw_only=True, frozen=True):
         max_body_bytes: larger request bodies are refused.
         num_prompt_threads: threads that render and tokenize short prompts.
         drain_timeout_s: time that running requests have to end when the process is told to.
+        pictures: for models that take any.
     """
 
     engines: tuple[EngineAddress, ...]
@@ -45,6 +48,7 @@ class HttpConfig(msgspec.Struct, kw_only=True, frozen=True):
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     num_prompt_threads: int = 2
     drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S
+    pictures: PictureConfig = PictureConfig()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 from engine_core import EngineConfig
 from engine_core.config import FreeOrder, FullPromptHit, HashAlgo, SchedulingPolicy
 
-from .options import option, size
-
-R = TypeVar("R")
+from .options import option, size, takes_settings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _ENGINE = EngineConfig()
 _MODEL, _MEMORY, _SCHEDULER, _CACHE = "Model", "KV cache memory", "Scheduler", "Prefix cache"
-_ADMISSION = "Admission"
+_ADMISSION, _PICTURES = "Admission", "Pictures in the engine"
 
 
 def _engine_options(
@@ -105,6 +100,33 @@ def _engine_options(
     max_num_queued_tokens: Annotated[
         int | None, option(_ADMISSION, "The same for the prompt tokens of those that wait.", min=0)
     ] = None,
+    encoder_cache_bytes: Annotated[
+        int | None,
+        option(
+            _PICTURES,
+            "Memory for encoded pictures, for instance 1GiB. Default: room for 16,384 tokens of pictures, or for as"
+            " many as a prompt or a step may have.",
+            parser=size,
+            metavar="SIZE",
+        ),
+    ] = None,
+    max_num_encoder_tokens: Annotated[
+        int | None,
+        option(_PICTURES, "Most tokens of pictures encoded in one step. Default: as --max-num-batched-tokens.", min=1),
+    ] = None,
+    max_feature_input_bytes: Annotated[
+        int,
+        option(
+            _PICTURES,
+            "Memory for prepared pictures that wait to be encoded.",
+            parser=size,
+            metavar="SIZE",
+        ),
+    ] = _ENGINE.max_feature_input_bytes,
+    feature_timeout_s: Annotated[
+        float,
+        option(_PICTURES, "Seconds that a frontend has to send a prepared picture; then its request ends.", min=0.1),
+    ] = _ENGINE.feature_timeout_s,
     enable_prefix_caching: Annotated[
         bool, option(_CACHE, "Share the KV cache of equal prefixes between requests.")
     ] = _ENGINE.enable_prefix_caching,
@@ -130,22 +152,5 @@ def _engine_options(
     """Only its signature is used. Each name is a field of `EngineConfig`."""
 
 
-def takes_engine_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add the engine's options to `command`, which gets their values as the keyword argument `engine_settings`."""
-    options = inspect.signature(_engine_options, eval_str=True).parameters
-    own = [
-        parameter
-        for parameter in inspect.signature(command, eval_str=True).parameters.values()
-        if parameter.name != "engine_settings"
-    ]
-
-    @functools.wraps(command)
-    def with_settings(**given: Any) -> R:
-        settings = {name: given.pop(name) for name in options}
-        return command(**given, engine_settings=settings)
-
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *options.values())]
-    # What typer reads.
-    with_settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_settings
+# Adds them to a command, which gets their values as the keyword argument `engine_settings`.
+takes_engine_options = takes_settings(_engine_options, "engine_settings")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import typer
 
@@ -10,10 +13,36 @@ from frontend.sizes import parse_size
 
 USER_ERROR_EXIT_CODE = 2
 
+R = TypeVar("R")
+
 
 def option(panel: str, help_text: str, *names: str, **settings: Any) -> Any:
     """An option that `--help` shows in `panel`."""
     return typer.Option(*names, rich_help_panel=panel, help=help_text, **settings)
+
+
+def takes_settings(declaration: Callable[..., None], argument: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """A decorator: adds the options in `declaration`'s signature to a command, which gets their values, by name in a
+    dict, as its keyword argument `argument`.
+    """
+    options = inspect.signature(declaration, eval_str=True).parameters
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+
+        @functools.wraps(command)
+        def with_settings(**given: Any) -> R:
+            settings = {name: given.pop(name) for name in options}
+            return command(**given, **{argument: settings})
+
+        all_of_them = (*(parameter for parameter in own if parameter.name != argument), *options.values())
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in all_of_them]
+        # What typer reads.
+        with_settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_settings
+
+    return decorate
 
 
 def size(text: str | int) -> int:

@@ -27,6 +27,7 @@ from .attach import engine_addresses, refuse_attached_only, refuse_engine_option
 from .engine_options import takes_engine_options
 from .log_options import LogFormatOption, LogLevelOption
 from .options import fail, option, size
+from .picture_options import picture_config, takes_picture_options
 from .start import begin, find_model, own_names, patience
 
 _HTTP, _ENGINES = "HTTP", "Engines elsewhere"
@@ -36,6 +37,7 @@ foreword serve
 foreword serve path/to/model --max-model-len 4096
 foreword serve model.gguf --port 9000 --kv-cache-memory-bytes 2GiB
 foreword serve path/to/model --served-model-name mine --dtype float32
+foreword serve path/to/model --limit-mm-per-prompt image=4 --allowed-media-domains example.org
 foreword serve path/to/model --engine ipc:///run/foreword/engine
 """
 
@@ -54,10 +56,12 @@ def _check_api_keys(keys: list[str] | None) -> list[str] | None:
 
 
 @takes_engine_options
+@takes_picture_options
 def serve(
     *,
     context: typer.Context,
     engine_settings: dict[str, Any],
+    picture_settings: dict[str, Any],
     model: Annotated[
         str,
         typer.Argument(help="A built-in's name, a transformers directory, a .gguf file or a hub id."),
@@ -124,6 +128,7 @@ def serve(
         keys_in_environment = take_api_keys()
     except ValueError as error:
         fail(f"{API_KEY_ENV}: {error}")
+    pictures = picture_config(picture_settings, max_body_bytes=max_body_bytes)
     _check_listenable(host, port)
     if engine:
         refuse_engine_options(context, engine_settings)
@@ -145,6 +150,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         num_prompt_threads=num_prompt_threads,
         drain_timeout_s=drain_timeout,
+        pictures=pictures,
     )
     api_keys = api_key or keys_in_environment
     if addresses:

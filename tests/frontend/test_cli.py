@@ -55,7 +55,9 @@ def test_help_names_every_setting_of_the_engine_in_a_narrow_terminal() -> None:
     settings = set(EngineConfig.__struct_fields__) - {"model", "model_name"}
     assert {"--" + name.replace("_", "-") for name in settings} <= flags
     assert {"--host", "--port", "--served-model-name", "--api-key", "--log-format", "--log-level"} <= flags
-    for panel in ("HTTP", "Log", "Model", "KV cache memory", "Scheduler", "Admission", "Prefix cache"):
+    assert {"--limit-mm-per-prompt", "--allowed-media-domains", "--mm-processor-kwargs", "--max-image-pixels"} <= flags
+    engine_panels = ("Model", "KV cache memory", "Scheduler", "Admission", "Prefix cache", "Pictures in the engine")
+    for panel in ("HTTP", "Log", "Pictures", *engine_panels):
         assert f"─ {panel} ─" in result.stdout
 
 
