@@ -22,6 +22,7 @@ import uvicorn
 import uvloop
 
 from frontend.openai.serving import ServedModel, Serving
+from frontend.prompt.pictures import ChatPictures
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
 from ipc.logs import configure_logging
@@ -34,6 +35,7 @@ from .drain import DrainingServer
 from .engine_pool import EnginePool, open_engines
 from .http_config import HttpConfig, listen
 from .metrics import Metrics
+from .open_pictures import open_pictures
 from .tool_calls import TAGS
 
 logger = logging.getLogger(__name__)
@@ -45,16 +47,17 @@ _KEEP_ALIVE_S = 75
 async def serve(
     config: HttpConfig,
     tokenizer: ModelTokenizer,
+    pictures: ChatPictures | None,
     client: EnginePool,
     listener: socket.socket,
     api_keys: Sequence[str],
 ) -> None:
     """Answer requests on `listener` until SIGTERM or SIGINT; then give running ones `drain_timeout_s` to end.
 
-    Those that take longer end with an error that says so. `client` is started, and closed at the end. With `api_keys`,
-    clients must send one of them.
+    Those that take longer end with an error that says so. `client` is started, and closed at the end, and so are
+    `pictures`. With `api_keys`, clients must send one of them.
     """
-    prompts = PromptProcessor(tokenizer, num_threads=config.num_prompt_threads)
+    prompts = PromptProcessor(tokenizer, pictures, num_threads=config.num_prompt_threads)
     serving = Serving(
         client=client,
         prompts=prompts,
@@ -62,7 +65,7 @@ async def serve(
         new_detokenizer_of_calls=detokenizer_factory(tokenizer.backend, spelled_out=TAGS),
         token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(config.model_names, int(time.time())),
-        metrics=Metrics(client.engines, config.model_names[0]),
+        metrics=Metrics(client.engines, config.model_names[0], None if pictures is None else pictures.stats),
     )
 
     async def end_requests() -> None:
@@ -96,6 +99,8 @@ async def serve(
             await announcement
         await client.close()
         prompts.close()
+        if pictures is not None:
+            await pictures.close()
 
 
 async def _announce(
@@ -144,14 +149,15 @@ def main() -> int:
     try:
         api_keys = take_api_keys()
         listener = listen(config.host, config.port)
-        tokenizer = load_tokenizer(Path(config.model_dir))
+        pictures = open_pictures(Path(config.model_dir), config.pictures)
+        tokenizer = load_tokenizer(Path(config.model_dir), None if pictures is None else pictures.image_token)
         client = open_engines(config)
     except (ValueError, OSError, TokenizerLoadError) as error:
         logger.error("http_start_failed reason=%r", str(error))
         return STARTUP_FAILURE_EXIT_CODE
     if config.insecure:
         logger.warning("engines_insecure endpoints=%s", ",".join(engine.endpoint for engine in config.engines))
-    uvloop.run(serve(config, tokenizer, client, listener, api_keys))
+    uvloop.run(serve(config, tokenizer, pictures, client, listener, api_keys))
     logger.info("http_stopped")
     return 0
 

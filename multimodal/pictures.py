@@ -127,7 +127,7 @@ class Pictures:
             PictureError: too many; or one of them cannot be had, is no picture, is over a limit, or is nothing that the
                 model's processor takes. The others are given up then.
         """
-        self._check_number(sources)
+        self.check_number(sources)
         sent = [source for source in sources if source.url is not None or source.data is not None]
         found = dict(zip(map(id, sent), await _all(self._receive(source, tenant) for source in sent)))
         # Afterwards, so that a picture may be named and referred to in the same prompt.
@@ -151,7 +151,8 @@ class Pictures:
         with errors_at(picture.where):
             return await self._processing.run(picture.key, lambda: self._process(picture))
 
-    def _check_number(self, sources: Sequence[PictureSource]) -> None:
+    def check_number(self, sources: Sequence[PictureSource]) -> None:
+        """What `prepare` checks first, for callers that have work before it. Raises PictureError: too many."""
         most = self.settings.max_images_per_prompt
         if len(sources) > most:
             raise PictureError(

@@ -35,7 +35,7 @@ async def with_prompts(
                     if prompt_index not in scored_prompts:
                         # In a thread: there may be many tokens.
                         scored_prompts[prompt_index] = await asyncio.to_thread(
-                            _score, serving, text, prepared.prompts[prompt_index], delta.prompt_logprobs
+                            _score, serving, text, prepared.prompts[prompt_index].token_ids, delta.prompt_logprobs
                         )
                     delta.scored_tokens = [*scored_prompts[prompt_index], *delta.scored_tokens]
             yield index, delta

@@ -8,6 +8,7 @@ from frontend.errors import invalid_request
 from frontend.prompt.cache_salt import cache_salt_spans
 from frontend.prompt.errors import PromptError
 from frontend.prompt.processor import check_prompt_length
+from frontend.prompt.prompt import Prompt
 from ipc.messages import EngineCapabilities
 
 from .chat_prompt import chat_of
@@ -29,11 +30,13 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest) -> Prep
     with client_errors(serving, request):
         capabilities = serving.capabilities()
         prepared = await _prepare_fields(serving, request, capabilities)
-        chat = chat_of(request.messages, request)
-        token_ids = await serving.prompts.chat(chat, max_model_len=capabilities.max_model_len)
-        if not token_ids:
+        chat = chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None)
+        prompt = await serving.prompts.chat(
+            chat, max_model_len=capabilities.max_model_len, tenant=request.cache_salt or ""
+        )
+        if not prompt.token_ids:
             raise invalid_request("the messages make a prompt of 0 tokens", "messages")
-    return replace(prepared, prompts=(token_ids,), tools=callable_tools(serving, request))
+    return replace(prepared, prompts=(prompt,), tools=callable_tools(serving, request))
 
 
 async def prepare_completion(serving: Serving, request: CompletionRequest) -> PreparedRequest:
@@ -43,7 +46,7 @@ async def prepare_completion(serving: Serving, request: CompletionRequest) -> Pr
         prepared = await _prepare_fields(serving, request, capabilities)
         texts_or_ids = _separate_prompts(request.prompt)
         _check_num_choices(request, len(texts_or_ids))
-        prompts: list[list[int]] = []
+        prompts: list[Prompt] = []
         for i, prompt in enumerate(texts_or_ids):
             param = f"prompt[{i}]" if len(texts_or_ids) > 1 else "prompt"
             if isinstance(prompt, str):
@@ -54,7 +57,7 @@ async def prepare_completion(serving: Serving, request: CompletionRequest) -> Pr
                 check_vocabulary(token_ids, capabilities.vocab_size, param)
             if not token_ids:
                 raise invalid_request(f"{param} has 0 tokens; at least 1 is needed", param)
-            prompts.append(token_ids)
+            prompts.append(Prompt(token_ids))
         prompt_texts: tuple[str, ...] = ()
         if request.echo:
             prompt_texts = tuple(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from frontend.continuation import TextDelta
 from frontend.generation import generate, interleave
 from frontend.metrics.request_record import RequestRecord
+from frontend.prompt.prompt import Prompt, num_image_tokens
 from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams
 
 from .responses import PromptTokensDetails, Usage
@@ -28,7 +29,7 @@ class PreparedRequest:
     """
 
     model_name: str
-    prompts: tuple[list[int], ...]
+    prompts: tuple[Prompt, ...]
     sampling_params: SamplingParams
     stop_strings: tuple[str, ...]
     include_stop: bool
@@ -52,7 +53,8 @@ class TokenCounts:
     """Adds up what the choices of one answer cost."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
-        self._prompt_tokens = sum(len(prompt) for prompt in prepared.prompts)
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
+        self._image_tokens = sum(num_image_tokens(prompt.features) for prompt in prepared.prompts)
         self._completion_tokens = 0
         self._choices_per_prompt = prepared.sampling_params.n
         self._cached_tokens = [0] * len(prepared.prompts)
@@ -66,7 +68,7 @@ class TokenCounts:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             total_tokens=self._prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens)),
+            prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens), self._image_tokens),
         )
 
 
@@ -76,10 +78,11 @@ async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> As
     requests = [
         EngineRequest(
             request_id=f"{answer_id}-{index}",
-            prompt_token_ids=prompt,
+            prompt_token_ids=prompt.token_ids,
             sampling_params=prepared.sampling_params,
-            extra_key_spans=prepared.extra_key_spans,
+            extra_key_spans=(*prepared.extra_key_spans, *prompt.extra_key_spans),
             priority=prepared.priority,
+            mm_features=prompt.features,
         )
         for index, prompt in enumerate(prepared.prompts)
     ]
@@ -91,9 +94,10 @@ async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> As
             prepared.stop_strings,
             RequestRecord(serving.metrics.requests, request, prepared.received_s),
             include_stop=prepared.include_stop,
+            features=prompt.inputs,
             scores_only=prepared.scores_only,
         )
-        for request in requests
+        for request, prompt in zip(requests, prepared.prompts, strict=True)
     ]
     async with aclosing(interleave(generations)) as deltas:
         async for prompt_index, delta in deltas:

@@ -120,8 +120,25 @@ class TextPart(Struct, forbid_unknown_fields=True, tag="text", tag_field="type")
     text: str
 
 
-class ImageUrlPart(Struct, tag="image_url", tag_field="type"):
-    image_url: Annotated[Any, NotYet]
+class ImageUrl(Struct, forbid_unknown_fields=True):
+    url: Annotated[
+        str,
+        Meta(description="`data:image/png;base64,…`; where the server allows it, `http(s)://…` or `file:///…`."),
+    ]
+    detail: Annotated[
+        Literal["auto", "low", "high"] | None,
+        Meta(description="With `low` the picture is made to fit 512 × 512 first. Default `auto`, which is `high`."),
+    ] = None
+
+
+class ImageUrlPart(Struct, forbid_unknown_fields=True, tag="image_url", tag_field="type"):
+    image_url: Annotated[
+        ImageUrl | str | None,
+        Meta(description="A picture, or just its URL; null if `uuid` names one that came before."),
+    ]
+    uuid: Annotated[
+        str | None, Meta(description="A name for this picture. Later requests can send it without the picture.")
+    ] = None
 
 
 class InputAudioPart(Struct, tag="input_audio", tag_field="type"):
@@ -159,7 +176,10 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
-        str | list[ContentPart] | None, Meta(description="A string or a list of text parts; null only for assistants.")
+        str | list[ContentPart] | None,
+        Meta(
+            description="A string, or a list of texts and, where a model takes them, pictures; null only for assistants"
+        ),
     ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallField] | None, Meta(description="Of an assistant: the calls it asked for.")] = (
@@ -206,6 +226,10 @@ ContinueFinalMessage = Annotated[
 ChatTemplateKwargs = Annotated[
     JsonObject | UnsetType, Meta(description="More variables for the model's chat template, by name.")
 ]
+MmProcessorKwargs = Annotated[
+    JsonObject | UnsetType,
+    Meta(description="Settings of the model's image processor for all pictures of this request, by name."),
+]
 
 
 class ResponseFormat(Struct):
@@ -222,6 +246,7 @@ class ChatCompletionRequest(RequestFields, forbid_unknown_fields=True, kw_only=T
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: ChatTemplateKwargs = UNSET
+    mm_processor_kwargs: MmProcessorKwargs = UNSET
     tool_choice: Annotated[
         Any,
         Meta(
@@ -294,6 +319,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: ChatTemplateKwargs = UNSET
+    mm_processor_kwargs: MmProcessorKwargs = UNSET
     add_special_tokens: Annotated[
         bool | None,
         Meta(

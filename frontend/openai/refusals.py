@@ -62,6 +62,7 @@ def _refused(error: RequestError, request: ChatCompletionRequest | CompletionReq
         return internal_error(error.message)
     fields = {
         "prompt_token_ids": prompt_field,
+        "mm_features": prompt_field,
         "max_tokens": request.max_tokens_field()[0],
         "bad_words_token_ids": "bad_words",
         # `echo` asks for those of the prompt, too.

@@ -13,7 +13,10 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(Struct):
+    """`image_tokens`: of the prompt's tokens, those that stand for its pictures, cached or not."""
+
     cached_tokens: int
+    image_tokens: int
 
 
 class Usage(Struct):

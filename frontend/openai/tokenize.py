@@ -15,7 +15,13 @@ from .sampling import check_vocabulary
 from .serving import Serving
 from .unsupported import refuse_unsupported_in_prompt
 
-_FIELDS_OF_CHATS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_FIELDS_OF_CHATS = (
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+)
 
 
 async def tokenize(serving: Serving, request: TokenizeRequest) -> bytes:
@@ -53,12 +59,13 @@ async def _token_ids(serving: Serving, request: TokenizeRequest, max_model_len: 
         raise invalid_request("send prompt or messages, not both", "prompt")
     refuse_unsupported_in_prompt(request.messages, request.tools)
     with prompt_errors(serving, "messages"):
-        return await serving.prompts.chat(
-            chat_of(request.messages, request),
+        prompt = await serving.prompts.chat(
+            chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None),
             max_model_len=max_model_len,
             add_special_tokens=bool(request.add_special_tokens),
             check_length=False,
         )
+        return prompt.token_ids
 
 
 def _refuse_fields_of_chats(request: TokenizeRequest) -> None:

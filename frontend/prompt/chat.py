@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .canonical_json import JsonText
 
@@ -27,11 +28,25 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatPicture:
+    """A picture in a message, not looked at yet.
+
+    `uuid` is a name that its caller has for it; without a `url`, for one that came before. `field` is the part of the
+    chat that it is.
+    """
+
+    url: str | None
+    field: str
+    detail: Literal["auto", "low", "high"] = "auto"
+    uuid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn. `content` is its text, or the texts of its parts."""
+    """One turn. `content` is its text, or its texts and pictures in their order."""
 
     role: str
-    content: str | Sequence[str]
+    content: str | Sequence[str | ChatPicture]
     name: str | None = None
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str | None = None
@@ -43,7 +58,7 @@ class Chat:
 
     With `add_generation_prompt` the prompt ends where the assistant is to speak; with `continue_final_message` at the
     end of the last message's text, which the model goes on with. Not both. `variables` is a JSON object whose items
-    the template sees by their names.
+    the template sees by their names, `picture_settings` one of what the model's image processor is told.
     """
 
     messages: Sequence[ChatMessage]
@@ -51,6 +66,13 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: JsonText | None = None
+    picture_settings: JsonText | None = None
+
+    @property
+    def pictures(self) -> list[ChatPicture]:
+        """All of them, in their order."""
+        lists = (message.content for message in self.messages if not isinstance(message.content, str))
+        return [part for parts in lists for part in parts if isinstance(part, ChatPicture)]
 
     def num_characters(self) -> int:
         """About how long the rendered text will be."""
@@ -63,4 +85,6 @@ class Chat:
 
 
 def _texts(message: ChatMessage) -> Sequence[str]:
-    return (message.content,) if isinstance(message.content, str) else message.content
+    if isinstance(message.content, str):
+        return (message.content,)
+    return [part for part in message.content if isinstance(part, str)]

@@ -5,20 +5,21 @@ and a template that asks for the time is told the beginning of the day (UTC), so
 
 Special tokens in a message's text are *not* neutralised: the rendered text is tokenized with special tokens
 recognised, as every peer does it, because clients rely on it (prompts with tool markup or a thinking switch in
-them). A service that relays untrusted text should strip `<|…|>` itself.
+them). A service that relays untrusted text should strip `<|…|>` itself. The tokens that stand for pictures are the
+exception, since nothing but a picture may make one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from frontend.tool_calls import calls_in
 
 from .canonical_json import canonical_object
-from .chat import Chat, ChatMessage, Tool
+from .chat import Chat, ChatMessage, ChatPicture, Tool
 from .errors import ChatTemplateError, PromptError
 from .template_program import compile_template, midnight, utc_now
 
@@ -44,6 +45,8 @@ class ChatTemplate:
         takes_tools: it shows the model which tools there are.
         takes_tool_calls: it shows earlier calls of tools, and what they returned.
         tags_tool_calls: it shows them as `frontend.tool_calls` reads them, so that is how the model writes its own.
+        image_token: what stands in the text once for each picture; None if the model takes none.
+        picture_part: what the template is given for a picture among a message's parts.
     """
 
     apply: Apply
@@ -52,9 +55,11 @@ class ChatTemplate:
     takes_tools: bool = False
     takes_tool_calls: bool = False
     tags_tool_calls: bool = False
+    image_token: str | None = None
+    picture_part: Mapping[str, Any] | None = None
 
     def render(self, chat: Chat) -> str:
-        """The prompt's text.
+        """The prompt's text, with an `image_token` for each picture, in their order, and no other.
 
         Raises:
             PromptError: JSON in the chat is none, or `variables` holds one of `RESERVED_VARIABLES`.
@@ -62,6 +67,11 @@ class ChatTemplate:
                 would have left out.
         """
         self._refuse_what_would_be_left_out(chat)
+        text = self._apply_to(chat)
+        self._check_pictures(chat, text)
+        return text
+
+    def _apply_to(self, chat: Chat) -> str:
         messages = [self._message(message) for message in chat.messages]
         if chat.continue_final_message:
             _mark_end(messages[-1])
@@ -83,6 +93,8 @@ class ChatTemplate:
 
     def _refuse_what_would_be_left_out(self, chat: Chat) -> None:
         does_not_show = "this model's chat template does not show"
+        if chat.pictures and self.image_token is None:
+            raise ChatTemplateError("this model takes no pictures", chat.pictures[0].field)
         if chat.tools and not self.takes_tools:
             raise ChatTemplateError(f"{does_not_show} tools to the model", "tools")
         for i, message in enumerate(chat.messages):
@@ -90,6 +102,31 @@ class ChatTemplate:
                 raise ChatTemplateError(f"{does_not_show} calls of tools to the model", f"messages[{i}].tool_calls")
             if message.role == "tool" and not self.takes_tool_calls:
                 raise ChatTemplateError(f"{does_not_show} results of tools to the model", f"messages[{i}].role")
+
+    def _check_pictures(self, chat: Chat, text: str) -> None:
+        num_pictures, num_tokens = len(chat.pictures), 0
+        if self.image_token is not None:
+            num_tokens = text.count(self.image_token)
+        if num_tokens > num_pictures:
+            raise ChatTemplateError(
+                f"the messages hold {num_pictures} pictures, but the model's image token '{self.image_token}' comes"
+                f" {num_tokens} times in what its chat template makes of them; no text may spell it"
+            )
+        if num_tokens < num_pictures:
+            field = self._picture_left_out(chat, num_tokens)
+            raise ChatTemplateError("this model's chat template does not show a picture in this place", field)
+
+    def _picture_left_out(self, chat: Chat, num_tokens: int) -> str | None:
+        """The first picture without which there are as many image tokens."""
+        assert self.image_token is not None
+        for picture in chat.pictures:
+            try:
+                text = self._apply_to(_without(chat, picture))
+            except ChatTemplateError:
+                continue
+            if text.count(self.image_token) == num_tokens:
+                return picture.field
+        return None
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         as_dict: dict[str, Any] = {"role": message.role, "content": self._content(message.content)}
@@ -103,16 +140,22 @@ class ChatTemplate:
             as_dict["tool_call_id"] = message.tool_call_id
         return as_dict
 
-    def _content(self, content: str | Sequence[str]) -> str | list[dict[str, str]]:
+    def _content(self, content: str | Sequence[str | ChatPicture]) -> str | list[dict[str, Any]]:
         if isinstance(content, str):
             return content if self.takes_strings else [_text_part(content)]
         if self.takes_parts:
-            return [_text_part(text) for text in content]
-        return "\n".join(content)
+            return [_text_part(part) if isinstance(part, str) else self._picture_part() for part in content]
+        return "\n".join(part if isinstance(part, str) else self.image_token or "" for part in content)
+
+    def _picture_part(self) -> dict[str, Any]:
+        assert self.picture_part is not None
+        return dict(self.picture_part)
 
 
-def chat_template_of(tokenizer: Any, now: Callable[[], datetime] = utc_now) -> ChatTemplate | None:
-    """The chat template of a transformers tokenizer; None if it has none.
+def chat_template_of(
+    tokenizer: Any, now: Callable[[], datetime] = utc_now, image_token: str | None = None
+) -> ChatTemplate | None:
+    """The chat template of a transformers tokenizer; None if it has none. `image_token` is that of the model, if any.
 
     The template sees the date of `now()`, with 00:00 for the time of day. Raises jinja2.TemplateSyntaxError, and
     ValueError if the tokenizer has several templates and none for all purposes.
@@ -142,6 +185,8 @@ def chat_template_of(tokenizer: Any, now: Callable[[], datetime] = utc_now) -> C
         takes_tools=_PROBE in _try(apply, _user(content("Hi")) | {"tools": [_PROBE_TOOL]}),
         takes_tool_calls=any(_PROBE in text and _PROBE_RESULT in text for text in with_calls),
         tags_tool_calls=any(calls_in(text, (_PROBE,)) for text in with_calls),
+        image_token=image_token,
+        picture_part=None if image_token is None else _picture_part(apply, image_token),
     )
 
 
@@ -173,15 +218,35 @@ def _text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
+def _without(chat: Chat, picture: ChatPicture) -> Chat:
+    messages = [
+        message
+        if isinstance(message.content, str)
+        else replace(message, content=[part for part in message.content if part is not picture])
+        for message in chat.messages
+    ]
+    return replace(chat, messages=messages)
+
+
+def _picture_part(apply: Apply, image_token: str) -> dict[str, Any]:
+    """The part that makes the template say `image_token` once; a text that does where it knows no such part."""
+    for part in ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}}):
+        text = _try(apply, _user([part, _text_part(_PROBE)]))
+        if text.count(image_token) == 1 and _PROBE in text:
+            return part
+    return _text_part(image_token)
+
+
 def _mark_end(message: dict[str, Any]) -> None:
     """The space tells whether the template trims what it is given."""
     mark = _END_OF_FINAL_MESSAGE + " "
-    if isinstance(message["content"], str):
-        message["content"] += mark
-    elif message["content"]:
-        message["content"][-1]["text"] += mark
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + mark
+    elif content and "text" in content[-1]:
+        content[-1]["text"] += mark
     else:
-        message["content"] = [_text_part(mark)]
+        content.append(_text_part(mark))
 
 
 def _up_to_mark(text: str) -> str:

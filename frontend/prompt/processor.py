@@ -10,6 +10,9 @@ from typing import TypeVar
 from .chat import Chat
 from .errors import ChatTemplateError, PromptError, PromptTooLongError
 from .least_tokens import least_tokens_of
+from .pictures import ChatPictures
+from .prompt import Prompt
+from .spellings import refuse_spellings
 from .tokenizer import ModelTokenizer
 
 T = TypeVar("T")
@@ -27,10 +30,16 @@ class PromptProcessor:
 
     Long prompts share one thread, short ones have `num_threads` others: the wait of a short prompt does not
     depend on how many long ones are being tokenized. A prompt whose caller is cancelled before its turn is dropped.
+
+    Attributes:
+        pictures: None for models that take none. Not closed here.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, *, num_threads: int = 2) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, pictures: ChatPictures | None = None, *, num_threads: int = 2
+    ) -> None:
         self.tokenizer = tokenizer
+        self.pictures = pictures
         self._least_tokens = least_tokens_of(tokenizer.backend)
         self._short = ThreadPoolExecutor(num_threads, thread_name_prefix="prompt")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long_prompt")
@@ -41,23 +50,45 @@ class PromptProcessor:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def chat(
-        self, chat: Chat, *, max_model_len: int | None, add_special_tokens: bool = False, check_length: bool = True
-    ) -> list[int]:
-        """Token ids of the chat. By default the template alone decides about BOS.
+        self,
+        chat: Chat,
+        *,
+        max_model_len: int | None,
+        tenant: str = "",
+        add_special_tokens: bool = False,
+        check_length: bool = True,
+    ) -> Prompt:
+        """The chat as a prompt. By default the template alone decides about BOS.
+
+        Nothing that is kept of its pictures is used for another `tenant`.
 
         Raises:
             ChatTemplateError: the model has no chat template, or the template refuses this chat.
-            PromptError: see `ChatTemplate.render`, and `text`.
+            PromptError: see `ChatTemplate.render`, `text`, `ChatPictures.sources` and `ChatPictures.load`; or a text
+                spells what stands for a picture.
             PromptTooLongError: see `text`.
         """
         template = self.tokenizer.chat_template
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        pictures = self.pictures
 
-        def prepare() -> list[int]:
-            return self._encode(template.render(chat), max_model_len, add_special_tokens, check_length)
+        def render() -> str:
+            if pictures is not None:
+                refuse_spellings(chat, pictures.spellings)
+            return template.render(chat)
 
-        return await self._run(prepare, chat.num_characters())
+        def encode(text: str) -> list[int]:
+            return self._encode(text, max_model_len, add_special_tokens, check_length)
+
+        sources = [] if pictures is None else pictures.sources(chat)
+        if pictures is None or not sources:
+            return await self._run(lambda: Prompt(encode(render())), chat.num_characters())
+        # What is wrong with the chat is found before anything is fetched.
+        text = await self._run(render, chat.num_characters())
+        loaded = await pictures.load(sources, tenant)
+        num_characters = len(text) + sum(len(picture.layout.replacement) for picture in loaded)
+        return await self._run(lambda: pictures.prompt(text, loaded, encode), num_characters)
 
     async def text(
         self, text: str, *, max_model_len: int | None, add_special_tokens: bool = True, check_length: bool = True

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from jinja2 import TemplateSyntaxError
 from tokenizers import Encoding, Tokenizer
 
 from .chat_template import ChatTemplate, chat_template_of
+
+
+class _ProcessorTemplate(msgspec.Struct):
+    chat_template: str
 
 
 class TokenizerLoadError(Exception):
@@ -45,8 +50,8 @@ class ModelTokenizer:
         return text
 
 
-def load_tokenizer(model_dir: Path) -> ModelTokenizer:
-    """Load the tokenizer and chat template of a local transformers directory.
+def load_tokenizer(model_dir: Path, image_token: str | None = None) -> ModelTokenizer:
+    """Load tokenizer and chat template of a local transformers directory. `image_token` is the model's, if it has one.
 
     transformers reads the files, since they come in many historical shapes; what it builds is a `tokenizers`
     object, which is then used directly. No torch is loaded that the process has not loaded already or blocked.
@@ -68,7 +73,20 @@ def load_tokenizer(model_dir: Path) -> ModelTokenizer:
     backend.no_truncation()
     backend.no_padding()
     try:
-        chat_template = chat_template_of(tokenizer)
+        if (of_processor := _template_of_processor(model_dir)) is not None:
+            tokenizer.chat_template = of_processor
+        chat_template = chat_template_of(tokenizer, image_token=image_token)
     except (TemplateSyntaxError, ValueError) as error:
         raise TokenizerLoadError(f"the chat template in {model_dir} cannot be used: {error}") from error
     return ModelTokenizer(backend, chat_template)
+
+
+def _template_of_processor(model_dir: Path) -> str | None:
+    """Older models with pictures keep their chat template in a file that only processors read. Raises ValueError."""
+    file = model_dir / "chat_template.json"
+    if not file.is_file() or (model_dir / "chat_template.jinja").is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_ProcessorTemplate).chat_template
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{file.name}: {error}") from error

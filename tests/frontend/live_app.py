@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from frontend.detokenizer import detokenizer_factory, token_bytes_of
 from frontend.http_config import listen
 from frontend.metrics import Metrics
 from frontend.openai.serving import ServedModel, Serving
+from frontend.prompt.pictures import ChatPictures
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer
 from frontend.tool_calls import TAGS
@@ -23,9 +25,11 @@ MODEL_NAMES = ("tiny", "tiny-alias")
 
 
 @contextmanager
-def live_app(engine: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[str]:
-    """Yields the base URL. `settings` go to `create_app`."""
-    prompts = PromptProcessor(tokenizer)
+def live_app(
+    engine: Any, tokenizer: ModelTokenizer, pictures: ChatPictures | None = None, **settings: Any
+) -> Iterator[str]:
+    """Yields the base URL. `settings` go to `create_app`; `pictures` are closed at the end."""
+    prompts = PromptProcessor(tokenizer, pictures)
     serving = Serving(
         client=engine,
         prompts=prompts,
@@ -33,7 +37,7 @@ def live_app(engine: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterato
         new_detokenizer_of_calls=detokenizer_factory(tokenizer.backend, spelled_out=TAGS),
         token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(MODEL_NAMES, 1),
-        metrics=Metrics([engine], MODEL_NAMES[0]),
+        metrics=Metrics([engine], MODEL_NAMES[0], None if pictures is None else pictures.stats),
     )
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(
@@ -51,3 +55,5 @@ def live_app(engine: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterato
         thread.join()
         listener.close()
         prompts.close()
+        if pictures is not None:
+            asyncio.run(pictures.close())

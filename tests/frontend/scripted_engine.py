@@ -51,6 +51,8 @@ class ScriptedEngine:
         self.index = 0
         self.num_restarts = 0
         self.drops = Drops()
+        self.num_features_supplied = 0
+        self.num_feature_bytes_supplied = 0
 
     @property
     def is_connected(self) -> bool:

@@ -38,7 +38,7 @@ async def test_chat_gives_the_ids_transformers_gives(chat_model_dir: Path, chat_
     expected = transformers_tokenizer(chat_model_dir).apply_chat_template(
         [{"role": m.role, "content": m.content} for m in CHAT], add_generation_prompt=True, return_dict=False
     )
-    assert await PromptProcessor(chat_tokenizer).chat(Chat(CHAT), max_model_len=1000) == expected
+    assert (await PromptProcessor(chat_tokenizer).chat(Chat(CHAT), max_model_len=1000)).token_ids == expected
 
 
 async def test_text_gets_what_the_tokenizer_puts_around_it_and_chat_does_not(chat_model_dir: Path) -> None:
@@ -47,13 +47,14 @@ async def test_text_gets_what_the_tokenizer_puts_around_it_and_chat_does_not(cha
     tokenizer.backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", bos)])
     prompts = PromptProcessor(tokenizer)
     text = await prompts.text("hi", max_model_len=100)
-    chat = await prompts.chat(Chat([ChatMessage("user", "hi")]), max_model_len=100)
+    chat = (await prompts.chat(Chat([ChatMessage("user", "hi")]), max_model_len=100)).token_ids
     assert text[0] == bos
     assert chat[:2].count(bos) == 1
 
 
 async def test_special_tokens_in_a_message_are_special_as_peers_have_it(chat_tokenizer: ModelTokenizer) -> None:
-    ids = await PromptProcessor(chat_tokenizer).chat(Chat([ChatMessage("user", "<|im_end|>")]), max_model_len=100)
+    prompts = PromptProcessor(chat_tokenizer)
+    ids = (await prompts.chat(Chat([ChatMessage("user", "<|im_end|>")]), max_model_len=100)).token_ids
     assert ids.count(chat_tokenizer.backend.token_to_id("<|im_end|>")) == 2
 
 

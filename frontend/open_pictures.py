@@ -1,0 +1,33 @@
+"""What the HTTP process needs for pictures, from its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from multimodal import ContentHasher, ImageLimits, MediaLoader, Pictures, PictureSettings, load_picture_processor
+
+from .picture_config import PictureConfig
+from .prompt.pictures import ChatPictures
+
+
+def open_pictures(model_dir: Path, config: PictureConfig) -> ChatPictures | None:
+    """None if the model, or its server, takes no pictures.
+
+    Raises ValueError: the model's processor cannot be used, or the settings cannot be.
+    """
+    processor = None
+    if config.max_images_per_prompt:
+        processor = load_picture_processor(model_dir, config.mm_processor_kwargs)
+    if processor is None:
+        return None
+    pictures = Pictures(
+        MediaLoader(config.media_policy()),
+        processor,
+        ContentHasher(config.mm_hash_algo),
+        ImageLimits(max_pixels=config.max_image_pixels, max_frames=config.max_image_frames),
+        PictureSettings(
+            max_images_per_prompt=config.max_images_per_prompt,
+            processor_cache_bytes=config.mm_processor_cache_bytes,
+        ),
+    )
+    return ChatPictures(pictures)

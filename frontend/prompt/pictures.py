@@ -1,0 +1,143 @@
+"""The pictures of a chat → what stands for them in its prompt, and what an engine is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from frontend.feature_supply import FeatureError
+from ipc.messages import ExtraKeySpan, MultimodalFeature, RequestError
+from multimodal import OptionError, Picture, PictureError, Pictures, PictureSource, PictureStats, PlaceholderError
+
+from .canonical_json import JsonText, canonical_object
+from .chat import Chat
+from .errors import PromptError
+from .prompt import Prompt
+
+MAX_SETTINGS_BYTES = 16_384
+
+# text → token ids
+Encode = Callable[[str], list[int]]
+
+
+class ChatPictures:
+    """What the frontend makes of the pictures of chats. Use from one event loop; `close()` it at the end.
+
+    `pictures` is closed with this.
+    """
+
+    def __init__(self, pictures: Pictures) -> None:
+        self.pictures = pictures
+        self.processor = pictures.processor
+
+    @property
+    def image_token(self) -> str:
+        """What stands for a picture in the text that the chat template makes."""
+        return self.processor.image_token
+
+    @property
+    def spellings(self) -> Sequence[str]:
+        """What no text of a client may hold."""
+        return self.processor.spellings
+
+    @property
+    def stats(self) -> PictureStats:
+        return self.pictures.stats
+
+    async def close(self) -> None:
+        await self.pictures.close()
+
+    def sources(self, chat: Chat) -> list[PictureSource]:
+        """The chat's pictures as they are to be loaded.
+
+        Raises PromptError: there are too many, or `chat.picture_settings` has some that this model does not.
+        """
+        pictures = chat.pictures
+        if not pictures and chat.picture_settings is None:
+            return []
+        asked = chat.picture_settings
+        settings = None if asked is None else _settings(asked)
+        try:
+            options = {detail: self.processor.options(detail, settings) for detail in ("auto", "low", "high")}
+        except OptionError as error:
+            raise PromptError(str(error), None if asked is None else asked.field) from error
+        sources = [
+            PictureSource(where=picture.field, options=options[picture.detail], url=picture.url, uuid=picture.uuid)
+            for picture in pictures
+        ]
+        with _naming_the_part():
+            self.pictures.check_number(sources)
+        return sources
+
+    async def load(self, sources: Sequence[PictureSource], tenant: str) -> list[Picture]:
+        """Raises PromptError naming the first of `sources` that cannot be had, is no picture or over a limit."""
+        with _naming_the_part():
+            return await self.pictures.prepare(sources, tenant)
+
+    def prompt(self, text: str, pictures: Sequence[Picture], encode: Encode) -> Prompt:
+        """`text` with each picture in the place of its image token, tokenized by `encode`.
+
+        Raises PromptError: the text makes placeholder tokens that are no picture's.
+        """
+        layouts = [picture.layout for picture in pictures]
+        try:
+            token_ids = encode(self.processor.expand(text, layouts))
+            placeholders = self.processor.placeholders(token_ids, layouts)
+        except PlaceholderError as error:
+            raise PromptError(str(error)) from error
+        features = tuple(
+            MultimodalFeature(
+                key=picture.key,
+                start=placeholder.start,
+                num_tokens=placeholder.num_tokens,
+                embed_ranges=placeholder.embed_ranges,
+                num_input_bytes=picture.layout.num_input_bytes,
+                layout=picture.layout.layout,
+            )
+            for picture, placeholder in zip(pictures, placeholders, strict=True)
+        )
+        spans = tuple(
+            ExtraKeySpan(start, end, "mm", picture.content_hash.hex())
+            for picture, (start, end) in zip(pictures, self.processor.mm_spans(placeholders), strict=True)
+        )
+        return Prompt(token_ids, features, spans, PictureInputs(self.pictures, pictures))
+
+
+def _settings(asked: JsonText) -> dict[str, Any]:
+    # Read where others wait; no image processor has so many.
+    if len(asked.text) > MAX_SETTINGS_BYTES:
+        raise PromptError(
+            f"{asked.field} has {len(asked.text)} bytes; at most {MAX_SETTINGS_BYTES} are allowed", asked.field
+        )
+    return canonical_object(asked)
+
+
+@contextmanager
+def _naming_the_part() -> Iterator[None]:
+    """PictureErrors become PromptErrors."""
+    try:
+        yield
+    except PictureError as error:
+        raise PromptError(f"{error.where}: {error}", error.where) from error
+
+
+@dataclass(frozen=True, slots=True)
+class PictureInputs:
+    """What the model takes of a prompt's pictures, made when an engine asks for it."""
+
+    maker: Pictures
+    pictures: Sequence[Picture]
+
+    async def inputs(self, key: bytes) -> Mapping[str, np.ndarray]:
+        """See `FeatureSource`."""
+        picture = next((picture for picture in self.pictures if picture.key == key), None)
+        if picture is None:
+            raise FeatureError(RequestError("internal", "the engine wants a picture that its prompt has not"))
+        try:
+            return await self.maker.inputs(picture)
+        except PictureError as error:
+            raise FeatureError(RequestError("invalid", f"{error.where}: {error}", error.where)) from error
