@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -10,6 +11,10 @@ from frontend.engine_client import EngineClient
 
 from .engines import EngineCollector
 from .families import RequestFamilies
+from .pictures import PictureCollector
+
+if TYPE_CHECKING:
+    from multimodal import PictureStats
 
 __all__ = ["Metrics"]
 
@@ -20,16 +25,19 @@ class Metrics:
     Args:
         engines: their order does not matter; the label `engine` is each one's `index`.
         model_name: the label `model_name`.
+        pictures: what was done with pictures; None for models that take none.
 
     Attributes:
         requests: the frontend observes what becomes of its requests here.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], model_name: str) -> None:
+    def __init__(self, engines: Sequence[EngineClient], model_name: str, pictures: PictureStats | None = None) -> None:
         self.registry = CollectorRegistry()
         self.requests = RequestFamilies(self.registry, model_name, [engine.index for engine in engines])
         self._engines = EngineCollector(engines, model_name)
         self.registry.register(self._engines)
+        if pictures is not None:
+            self.registry.register(PictureCollector(pictures, model_name))
         ProcessCollector(registry=self.registry)
 
     async def refresh(self) -> None:

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from frontend.engine_calls import EngineSnapshot
 from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError
-from ipc.stats import RESIDENCY_BOUNDS_S, STEP_TOKENS_BOUNDS, Durations
+from ipc.stats import RESIDENCY_BOUNDS_S, STEP_TOKENS_BOUNDS, Durations, EngineStats
 
 from .families import PREFIX
 
@@ -41,6 +41,15 @@ _COUNTERS = {
     "engine_failed_steps": ("failed_steps", "Steps that failed."),
     "engine_computed_tokens": ("computed_tokens", "Tokens computed, prompts and outputs, also again."),
     "engine_generated_tokens": ("generated_tokens", "Tokens sampled, handed on or not."),
+    "encoder_cache_queries": ("encoder_cache_queries", "Pictures that the prefix cache did not cover."),
+    "encoder_cache_hits": ("encoder_cache_hits", "Pictures of those that need not be encoded again."),
+    "encoder_cache_evictions": ("encoder_cache_evictions", "Encoded pictures that had to make room."),
+    "encoder_calls": ("encoder_calls", "Pictures encoded, also again."),
+}
+# family → property of `EngineClient`
+_SENT = {
+    "mm_inputs_sent": ("num_features_supplied", "Prepared pictures sent to the engine."),
+    "mm_input_bytes_sent": ("num_feature_bytes_supplied", "Bytes of the prepared pictures sent to the engine."),
 }
 
 
@@ -123,7 +132,9 @@ class EngineCollector(Collector):
             for engine, totals in zip(self._engines, self._totals, strict=True):
                 family.add_metric(self._labels(engine), totals.counter(field), created=self._created_s)
             yield family
-        yield self._restarts()
+        for name, (field, what) in _SENT.items():
+            yield self._of_client(name, what, field)
+        yield self._of_client("engine_restarts", "How often a new engine was found.", "num_restarts")
         yield self._step_tokens()
         yield from self._block_residency()
         yield self._dropped_messages()
@@ -141,6 +152,7 @@ class EngineCollector(Collector):
         waiting = gauge("num_requests_waiting", "Continuations that wait to be admitted.")
         by_reason = gauge("num_requests_waiting_by_reason", "Continuations that wait, and for what.", "reason")
         usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all.")
+        encoder = gauge("encoder_cache_usage_perc", "Share of the encoder cache that is taken; 1 is all.")
         for engine, totals in zip(self._engines, self._totals, strict=True):
             labels = self._labels(engine)
             is_up = engine.is_connected
@@ -154,14 +166,14 @@ class EngineCollector(Collector):
             by_reason.add_metric((*labels, "capacity"), num_waiting)
             by_reason.add_metric((*labels, "deferred"), 0)
             usage.add_metric(labels, stats.kv_cache_usage if stats else 0)
-        yield from (up, running, waiting, by_reason, usage)
+            encoder.add_metric(labels, _encoder_cache_usage(stats) if stats else 0)
+        yield from (up, running, waiting, by_reason, usage, encoder)
 
-    def _restarts(self) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "engine_restarts", "How often a new engine was found.", labels=("model_name", "engine")
-        )
+    def _of_client(self, name: str, what: str, field: str) -> Metric:
+        """A counter of what this frontend itself saw of each engine."""
+        family = CounterMetricFamily(PREFIX + name, what, labels=("model_name", "engine"))
         for engine in self._engines:
-            family.add_metric(self._labels(engine), engine.num_restarts, created=self._created_s)
+            family.add_metric(self._labels(engine), getattr(engine, field), created=self._created_s)
         return family
 
     def _step_tokens(self) -> Metric:
@@ -215,6 +227,11 @@ class EngineCollector(Collector):
                 1,
             )
         return family
+
+
+def _encoder_cache_usage(stats: EngineStats) -> float:
+    # There is no such cache where the model takes no pictures.
+    return stats.encoder_cache_used_bytes / stats.encoder_cache_bytes if stats.encoder_cache_bytes else 0
 
 
 def _cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:

@@ -44,6 +44,7 @@ class EngineFamilies:
         self.prompt_tokens_hit = families.prompt_tokens_by_source.labels(*labels, "local_cache_hit")
         self.prompt_tokens_cached = families.prompt_tokens_cached.labels(*labels)
         self.prompt_tokens_cached_on_device = families.prompt_tokens_cached_by_source.labels(*labels, "device")
+        self.prompt_image_tokens = families.prompt_image_tokens.labels(*labels)
         self.generation_tokens = families.generation_tokens.labels(*labels)
         self.finished = {reason: families.request_success.labels(*labels, reason) for reason in FINISHED_REASONS}
         self.time_to_first_token_s = families.time_to_first_token_s.labels(*labels)
@@ -88,6 +89,9 @@ class RequestFamilies:
             "prompt_tokens_cached_by_source",
             "Prompt tokens found in the prefix cache, by where it is.",
             "source",
+        )
+        self.prompt_image_tokens = counter(
+            "prompt_image_tokens", "Prompt tokens that stand for pictures, computed or cached."
         )
         self.generation_tokens = counter("generation_tokens", "Generated tokens handed on.")
         self.request_success = counter("request_success", "Requests that ended.", "finished_reason")

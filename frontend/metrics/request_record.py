@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from frontend.engine_pool import PooledStream
+from frontend.prompt.prompt import num_image_tokens
 from frontend.request_stream import RequestStream
 from ipc.messages import EngineRequest, RequestOutput, RequestTiming
 
@@ -88,6 +89,7 @@ class RequestRecord:
         engine.prompt_tokens_hit.inc(num_cached_tokens)
         engine.prompt_tokens_cached.inc(num_cached_tokens)
         engine.prompt_tokens_cached_on_device.inc(num_cached_tokens)
+        engine.prompt_image_tokens.inc(num_image_tokens(self._request.mm_features))
 
     def __enter__(self) -> Self:
         return self

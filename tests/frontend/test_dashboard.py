@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from frontend.engine_calls import EngineSnapshot
 from frontend.metrics import Metrics
 from ipc.stats import STEP_TOKENS_BOUNDS, EngineStats
+from multimodal import PictureStats
 from tests.frontend.scripted_engine import ScriptedEngine, says
 
 FILE = Path(__file__).parents[2] / "docs" / "grafana" / "foreword.json"
@@ -42,7 +43,7 @@ class CountingEngine(ScriptedEngine):
 @pytest.fixture
 async def labels_by_sample() -> dict[str, set[str]]:
     """What `/metrics` shows."""
-    metrics = Metrics([CountingEngine(says([]))], "tiny")  # type: ignore[list-item]
+    metrics = Metrics([CountingEngine(says([]))], "tiny", PictureStats())  # type: ignore[list-item]
     await metrics.refresh()
     text = generate_latest(metrics.registry).decode()
     samples = itertools.chain.from_iterable(family.samples for family in text_string_to_metric_families(text))
@@ -94,6 +95,9 @@ def test_what_a_person_watches_is_there(dashboard: dict[str, Any]) -> None:
         "kv_cache_usage_perc",
         "num_preemptions_total",
         "request_success_total",
+        "encoder_cache_hits_total",
+        "mm_cache_hits_total",
+        "mm_input_bytes_sent_total",
     ):
         assert f"foreword:{name}" in text
 
