@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from PIL import Image
+
+from tests.tiny_vlms import make_tiny_vlm
+
 DOC = Path(__file__).parents[2] / "docs" / "embedding.md"
 
 
@@ -29,6 +34,18 @@ def test_the_loop_is_about_twenty_lines():
 
 def test_the_extra_key_example_runs():
     exec(compile(blocks()[1], str(DOC), "exec"), {})
+
+
+def test_two_questions_about_a_picture_encode_it_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model, picture = make_tiny_vlm("llava", tmp_path / "model"), tmp_path / "cat.png"
+    Image.new("RGB", (64, 48), "orange").save(picture)
+    code = blocks()[2].replace('"path/to/model"', repr(str(model))).replace('"cat.png"', repr(str(picture)))
+    exec(compile(code, str(DOC), "exec"), {})
+    said = capsys.readouterr().out
+    cached = {name: int(count) for name, count in re.findall(r"(chat-\d): .*\((\d+) prompt tokens", said)}
+    assert cached["chat-0"] == 0
+    assert cached["chat-1"] >= 16
+    assert "pictures encoded: 1" in said
 
 
 def test_building_requests_loads_no_torch():

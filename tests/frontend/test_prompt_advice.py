@@ -7,22 +7,26 @@ that of the tests' tiny model. Each row starts with an empty cache; its last req
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from engine_core.config import EngineConfig
 from engine_core.engine import EngineCore
-from engine_core.runner import ScheduledRequest, StepResult
+from engine_core.request import Request as EngineSideRequest
+from engine_core.runner import MultimodalInfo, ScheduledRequest, StepResult
 from frontend.prompt.chat_template import chat_template_of
 from frontend.prompt.tokenizer import ModelTokenizer, load_tokenizer
-from ipc.messages import EngineRequest, RequestOutput
+from ipc.messages import EngineRequest, MultimodalFeature, RequestOutput
 from tests.checking_runner import CheckingRunner
 from tests.frontend.live_app import live_app
+from tests.frontend.picture_app import encoded, image, model_directory, picture_app
+from tests.frontend.picture_app import user as shown
 from tests.frontend.scripted_engine import ScriptedEngine
 from tests.frontend.templates import DATED_TEMPLATE, TOOL_TEMPLATE, tokenizer_with
 
@@ -171,12 +175,53 @@ ROWS_OF_ANOTHER_DAY = {
 }
 
 
+CAT, DOG = encoded("orange", (64, 64)), encoded("brown", (64, 64))
+ALMOST_THE_CAT = encoded("orange", (64, 64), other_pixel=(63, 63))
+CAT_AS_BMP = encoded("orange", (64, 64), "BMP")
+WHAT, WHERE = "What does the keeper's cat look at?", "Where does the keeper's cat sit?"
+
+
+def seen(*messages: Turn) -> Request:
+    return chat(system(RULES), *messages)
+
+
+ROWS_OF_PICTURES: dict[str, list[Request]] = {
+    "the next turn of a conversation about a picture": [
+        seen(shown(image(CAT), WHAT)),
+        seen(shown(image(CAT), WHAT), assistant(ANSWER), user(WHERE)),
+    ],
+    "another question, behind the picture": [seen(shown(image(CAT), WHAT)), seen(shown(image(CAT), WHERE))],
+    "another question, before the picture": [seen(shown(WHAT, image(CAT))), seen(shown(WHERE, image(CAT)))],
+    "the picture as another file with the same pixels": [
+        seen(shown(image(CAT), WHAT)),
+        seen(shown(image(CAT_AS_BMP), WHAT)),
+    ],
+    "a picture in which the last pixel is another one": [
+        seen(shown(image(CAT), WHAT)),
+        seen(shown(image(ALMOST_THE_CAT), WHAT)),
+    ],
+    "a second picture behind the first": [
+        seen(shown(image(CAT), WHAT)),
+        seen(shown(image(CAT), image(DOG), WHAT)),
+    ],
+    "two pictures in the other order": [
+        seen(shown(image(CAT), image(DOG), WHAT)),
+        seen(shown(image(DOG), image(CAT), WHAT)),
+    ],
+}
+
+
 class SpeakingRunner(CheckingRunner):
     """Says what it was told to say, then the token that ends a turn."""
 
-    def __init__(self, end_of_turn: int, vocab_size: int) -> None:
+    def __init__(self, end_of_turn: int, vocab_size: int, multimodal: MultimodalInfo | None = None) -> None:
         super().__init__(
-            256, BLOCK_SIZE, vocab_size=vocab_size, max_model_len=1024, eos_token_ids=frozenset({end_of_turn})
+            256,
+            BLOCK_SIZE,
+            vocab_size=vocab_size,
+            max_model_len=1024,
+            eos_token_ids=frozenset({end_of_turn}),
+            multimodal=multimodal,
         )
         self._end_of_turn = end_of_turn
         self.say([])
@@ -191,6 +236,20 @@ class SpeakingRunner(CheckingRunner):
                 request = entry.request
                 result.token_ids[place] = self._says[request.num_tokens - request.num_prompt_tokens]
         return result
+
+
+class SeeingRunner(SpeakingRunner):
+    """Real pictures have no number (`tests.feature_prompts`). Whose K/V is whose, their spans say."""
+
+    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> list[int]:
+        assert sum(array.nbytes for array in inputs.values()) == feature.num_input_bytes
+        return []
+
+    def _check_rows(self, entry: ScheduledRequest) -> None:
+        assert all(item.output == [] for item in entry.features)
+
+    def _what_pictures_decide(self, request: EngineSideRequest) -> dict[int, object]:
+        return {}
 
 
 class Clock:
@@ -243,24 +302,47 @@ def dated_server(chat_model_dir: Path) -> Iterator[Server]:
     yield from serve(chat_model_dir, DATED_TEMPLATE)
 
 
+@pytest.fixture(scope="module")
+def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = model_directory("qwen2_vl", tmp_path_factory.mktemp("models") / "qwen2_vl")
+    tokenizer = load_tokenizer(directory)
+    end_of_turn = tokenizer.backend.token_to_id("<|im_end|>")
+    runner = SeeingRunner(end_of_turn, tokenizer.vocab_size, MultimodalInfo(embed_bytes=8))
+    core, engine = engine_with(runner)
+    with picture_app(engine, directory) as (url, _), httpx.Client(base_url=url, timeout=30) as http:
+        served = Server(core, runner, tokenizer, http, Clock())
+        served.say(ANSWER)
+        yield served
+
+
 def serve(chat_model_dir: Path, template: str) -> Iterator[Server]:
     backend, clock = load_tokenizer(chat_model_dir).backend, Clock()
     tokenizer = ModelTokenizer(backend, chat_template_of(tokenizer_with(chat_model_dir, template), clock.now))
     runner = SpeakingRunner(backend.token_to_id("<|im_end|>"), tokenizer.vocab_size)
+    core, engine = engine_with(runner)
+    with live_app(engine, tokenizer) as url, httpx.Client(base_url=url, timeout=30) as http:
+        served = Server(core, runner, tokenizer, http, clock)
+        served.say(ANSWER)
+        yield served
+
+
+def engine_with(runner: SpeakingRunner) -> tuple[EngineCore, ScriptedEngine]:
+    """An engine core, and what looks like a client of it."""
     core = EngineCore(EngineConfig(block_size=BLOCK_SIZE), runner)
 
     async def compute(request: EngineRequest) -> AsyncGenerator[RequestOutput]:
         core.add_request(request)
         while core.has_unfinished_requests():
+            for wanted in core.take_wanted():
+                source = engine.sources[-1]
+                assert source is not None
+                core.supply_feature(wanted.request_id, wanted.key, await source.inputs(wanted.key))
             for output in core.step().outputs:
                 yield output
 
     engine = ScriptedEngine(compute)
     engine.capabilities = core.capabilities
-    with live_app(engine, tokenizer) as url, httpx.Client(base_url=url, timeout=30) as http:
-        served = Server(core, runner, tokenizer, http, clock)
-        served.say(ANSWER)
-        yield served
+    return core, engine
 
 
 def rows_of_the_doc() -> dict[str, tuple[int, int]]:
@@ -272,7 +354,7 @@ def rows_of_the_doc() -> dict[str, tuple[int, int]]:
 
 
 def test_every_row_of_the_doc_is_tested_here_and_the_other_way_round() -> None:
-    assert set(rows_of_the_doc()) == {*ROWS, *ROWS_OF_CALLS, *ROWS_OF_ANOTHER_DAY}
+    assert set(rows_of_the_doc()) == {*ROWS, *ROWS_OF_CALLS, *ROWS_OF_ANOTHER_DAY, *ROWS_OF_PICTURES}
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -298,6 +380,11 @@ def test_the_numbers_of_the_date_are_the_docs(dated_server: Server, row: str) ->
         dated_server.clock.time = datetime(2027, 3, 1 + hour // 24, hour % 24, minute, tzinfo=UTC)
         counted = dated_server.ask(chat(user(f"{RULES} {QUESTION['content']}")))
     assert counted == rows_of_the_doc()[row]
+
+
+@pytest.mark.parametrize("row", ROWS_OF_PICTURES)
+def test_the_numbers_of_pictures_are_the_docs(seeing_server: Server, row: str) -> None:
+    assert seeing_server.count(ROWS_OF_PICTURES[row]) == rows_of_the_doc()[row]
 
 
 def test_the_doc_says_what_block_size_its_numbers_have() -> None:
