@@ -74,6 +74,7 @@ def answering(response: bytes | None) -> Callable[[str], bytes | None]:
 def _head(connection: socket.socket) -> str:
     connection.settimeout(30)
     received = b""
-    while b"\r\n\r\n" not in received:
-        received += connection.recv(1 << 16)
+    # A client may leave before it has asked.
+    while b"\r\n\r\n" not in received and (piece := connection.recv(1 << 16)):
+        received += piece
     return received.split(b"\r\n\r\n")[0].decode()
