@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from multimodal import ContentHasher, ImageLimits, MediaLoader, Pictures, PictureSettings, load_picture_processor
+from multimodal import (
+    ContentHasher,
+    ImageLimits,
+    MediaLoader,
+    Pictures,
+    PictureSettings,
+    ProcessorLoadError,
+    load_picture_processor,
+)
 
 from .picture_config import PictureConfig
 from .prompt.pictures import ChatPictures
@@ -17,7 +25,10 @@ def open_pictures(model_dir: Path, config: PictureConfig) -> ChatPictures | None
     """
     processor = None
     if config.max_images_per_prompt:
-        processor = load_picture_processor(model_dir, config.mm_processor_kwargs)
+        try:
+            processor = load_picture_processor(model_dir, config.mm_processor_kwargs)
+        except ProcessorLoadError as error:
+            raise ValueError(f"{error} (--limit-mm-per-prompt image=0 serves it without pictures)") from error
     if processor is None:
         return None
     pictures = Pictures(

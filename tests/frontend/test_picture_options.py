@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,9 +13,12 @@ import typer
 from frontend.cli import USER_ERROR_EXIT_CODE
 from frontend.cli.options import takes_settings
 from frontend.cli.picture_options import picture_config, takes_picture_options
-from frontend.http_config import DEFAULT_MAX_BODY_BYTES, HttpConfig
+from frontend.http_config import DEFAULT_MAX_BODY_BYTES, EngineAddress, HttpConfig, child_argv
+from frontend.open_pictures import open_pictures
 from frontend.picture_config import ImageHashAlgo, PictureConfig
+from ipc.process import STARTUP_FAILURE_EXIT_CODE
 from multimodal.content_hash import MMHashAlgo
+from tests.frontend.picture_app import model_directory
 
 
 def parsed(*arguments: str, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> PictureConfig:
@@ -126,3 +130,25 @@ def test_options_are_added_to_those_a_command_has() -> None:
         return own, settings
 
     assert command(own=True, size=4, name="y") == (True, {"size": 4, "name": "y"})
+
+
+def test_what_the_models_processor_does_not_take_is_a_start_up_failure(tmp_path: Path) -> None:
+    config = HttpConfig(
+        engines=(EngineAddress("ipc:///tmp/unused"),),
+        model_dir=str(model_directory("llava", tmp_path)),
+        model_names=("x",),
+        port=0,
+        pictures=PictureConfig(mm_processor_kwargs={"colour": "blue"}),
+    )
+    result = subprocess.run(child_argv(config), capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == STARTUP_FAILURE_EXIT_CODE
+    assert "http_start_failed" in result.stderr
+    assert "takes no 'colour'" in result.stderr
+
+
+def test_a_processor_that_cannot_be_used(tmp_path: Path) -> None:
+    directory = model_directory("llava", tmp_path)
+    (directory / "config.json").write_text('{"image_token_id": 1}')
+    with pytest.raises(ValueError, match="--limit-mm-per-prompt image=0 serves it without pictures"):
+        open_pictures(directory, PictureConfig())
+    assert open_pictures(directory, PictureConfig(max_images_per_prompt=0)) is None
