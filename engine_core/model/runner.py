@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from engine_core.config import EngineConfig
+from engine_core.encoder_cache import encoder_cache_bytes
 from engine_core.errors import InvalidConfigError
 from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
 from ipc.messages import MultimodalFeature
@@ -89,7 +90,7 @@ class ModelRunner:
             config,
             block_bytes=sum(s.values_per_token for s in shapes.values()) * self._dtype.itemsize * config.block_size,
             device=self._device,
-            activation_bytes=self._measure_step(config, max_model_len, shapes) if self._device.type == "cuda" else 0,
+            reserved_bytes=self._reserved_bytes(config, max_model_len, shapes) if self._device.type == "cuda" else 0,
         )
         self._key_caches, self._value_caches = self._allocate(num_blocks, shapes)
         dtype_name = str(self._dtype).removeprefix("torch.")
@@ -208,6 +209,14 @@ class ModelRunner:
         for cache in (*key_caches.values(), *value_caches.values()):
             cache.zero_()
         self._compute(heaviest_step(config, max_model_len), key_caches, value_caches)
+
+    def _reserved_bytes(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> int:
+        """What a step and the encoder cache need besides the KV pool."""
+        step_bytes = self._measure_step(config, max_model_len, shapes)
+        if self._pictures is None:
+            return step_bytes
+        embed_bytes = self._pictures.info.embed_bytes
+        return step_bytes + encoder_cache_bytes(config, embed_bytes=embed_bytes, max_model_len=max_model_len)
 
     def _measure_step(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> int:
         """Bytes of CUDA memory the heaviest step needs beyond the weights.
