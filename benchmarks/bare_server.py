@@ -37,7 +37,7 @@ async def _events(num_tokens: int) -> AsyncGenerator[bytes]:
         await asyncio.sleep(0)
         chunk.choices = [ChatChunkChoice(index=0, delta=ChatDelta(content=" word"))]
         yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-    chunk.choices, chunk.usage = [], Usage(0, num_tokens, num_tokens, PromptTokensDetails(0))
+    chunk.choices, chunk.usage = [], Usage(0, num_tokens, num_tokens, PromptTokensDetails(0, 0))
     yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
     yield b"data: [DONE]\n\n"
 

@@ -191,20 +191,33 @@ class Terminal:
         self.until(after)
         os.write(self._master, keys.encode())
 
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C until `text` is shown. Python notices one that comes just before it waits for keys only then."""
+        deadline_s = time.monotonic() + LIVENESS_S
+        while text not in self._unread:
+            assert time.monotonic() < deadline_s, self._unread
+            os.write(self._master, b"\x03")
+            self._read(1.0)
+        self.until(text)
+
     def until(self, text: str) -> str:
         """All that was shown up to `text`, colours left out."""
         deadline_s = time.monotonic() + LIVENESS_S
         while text not in self._unread:
-            ready, _, _ = select.select([self._master], [], [], 0.5)
             assert time.monotonic() < deadline_s, self._unread
-            if ready:
-                try:
-                    received = os.read(self._master, 1 << 16)
-                except OSError:
-                    raise AssertionError(f"it ended after {self._unread!r}") from None
-                self._unread = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._unread + received.decode())
+            self._read(0.5)
         shown, self._unread = self._unread.split(text, 1)
         return shown + text
+
+    def _read(self, timeout_s: float) -> None:
+        """What is shown next, if anything is."""
+        ready, _, _ = select.select([self._master], [], [], timeout_s)
+        if ready:
+            try:
+                received = os.read(self._master, 1 << 16)
+            except OSError:
+                raise AssertionError(f"it ended after {self._unread!r}") from None
+            self._unread = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._unread + received.decode())
 
     def ends(self) -> int:
         return self.process.wait(LIVENESS_S)
@@ -285,8 +298,8 @@ def test_ctrl_c_stops_the_answer_and_the_servers_work_but_not_the_chat(served: S
         wait_until(lambda: served.engine.num_in_flight == 0)
         assert len(served.engine.aborted) == 1
         served.engine.script = says(served.ids(ANSWER), finish_reason="length")
-        person.type("half a li\x03")
-        person.until("Ctrl-D ends")
+        person.type("half a li")
+        person.interrupt("Ctrl-D ends")
         person.type("next\r")
         person.until(ANSWER)
         person.until("tok/s")
