@@ -64,6 +64,7 @@ def check_features(request: EngineRequest, limits: FeatureLimits) -> tuple[Featu
     if limits.embed_bytes == 0:
         raise _invalid(f"the model {limits.model} takes no pictures, the prompt has {len(features)}")
     end = 0
+    described: dict[bytes, int] = {}
     for index, feature in enumerate(features):
         name = f"[{index}]"
         if feature.start < end or feature.end > len(request.prompt_token_ids):
@@ -74,6 +75,8 @@ def check_features(request: EngineRequest, limits: FeatureLimits) -> tuple[Featu
         end = feature.end
         _check_embed_ranges(name, feature)
         _check_description(name, feature)
+        first = described.setdefault(feature.key, index)
+        _check_same_key(name, feature, first, features[first])
     units = feature_units(features, joins_touching=limits.joins_touching, all_at_once=limits.all_at_once)
     joint = units
     if limits.joins_touching and limits.all_at_once:
@@ -129,6 +132,15 @@ def _check_description(name: str, feature: MultimodalFeature) -> None:
             )
         if not all(0 <= number <= MAX_INT32 for number in numbers):
             raise _invalid(f"{name}.layout[{argument!r}]: must be in 0 … {MAX_INT32}, is {tuple(numbers)}")
+
+
+def _check_same_key(name: str, feature: MultimodalFeature, first: int, other: MultimodalFeature) -> None:
+    """Features of one key have one encoder output, made once of inputs that come once."""
+    for what in ("num_embeds", "num_input_bytes", "layout"):
+        if getattr(feature, what) != getattr(other, what):
+            raise _invalid(
+                f"{name}.key: is that of [{first}], whose {what} is {getattr(other, what)}, here {getattr(feature, what)}"
+            )
 
 
 def _check_spans(units: Sequence[FeatureUnit], spans: Iterable[ExtraKeySpan]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import pytest
 
 from engine_core import (
@@ -613,6 +614,26 @@ class TestRefused:
         for features in ((second, first), (first, first)):
             refusal = self.refusal(make_engine(), make_request([CAT, DOG], mm_features=features))
             assert "mm_features[1] is at tokens [0, 7); it must begin at" in str(refusal)
+
+    @pytest.mark.parametrize(
+        ("change", "difference"),
+        [
+            ({}, "num_embeds is 7, here 6"),
+            ({"num_tokens": 7, "embed_ranges": ((0, 7),)}, "num_input_bytes is 56, here 48"),
+            (
+                {"num_tokens": 7, "embed_ranges": ((0, 7),), "num_input_bytes": 56, "layout": {"grid": (1,)}},
+                r"layout is {}, here {'grid': \(1,\)}",
+            ),
+        ],
+    )
+    def test_what_has_one_key_has_one_description(self, change: dict, difference: str):
+        # The first one's inputs would be used up when the second one, in the same step, has to be encoded of them.
+        request = make_request([CAT, TEXT, COW, TEXT])
+        cat, cow = request.mm_features
+        claimed = msgspec.structs.replace(cow, key=cat.key, **change)
+        request = msgspec.structs.replace(request, mm_features=(cat, claimed))
+        with pytest.raises(InvalidRequestError, match=rf"mm_features\[1\].key: is that of \[0\], whose {difference}"):
+            make_engine().add_request(request)
 
     @pytest.mark.parametrize("span", [(10, 16), (11, 17), (12, None)])
     def test_every_picture_needs_a_span_over_it(self, span: tuple[int, int | None]):
