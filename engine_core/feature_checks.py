@@ -137,10 +137,9 @@ def _check_description(name: str, feature: MultimodalFeature) -> None:
 def _check_same_key(name: str, feature: MultimodalFeature, first: int, other: MultimodalFeature) -> None:
     """Features of one key have one encoder output, made once of inputs that come once."""
     for what in ("num_embeds", "num_input_bytes", "layout"):
-        if getattr(feature, what) != getattr(other, what):
-            raise _invalid(
-                f"{name}.key: is that of [{first}], whose {what} is {getattr(other, what)}, here {getattr(feature, what)}"
-            )
+        here, there = getattr(feature, what), getattr(other, what)
+        if here != there:
+            raise _invalid(f"{name}.key: is that of [{first}], whose {what} is {there}, here {here}")
 
 
 def _check_spans(units: Sequence[FeatureUnit], spans: Iterable[ExtraKeySpan]) -> None:

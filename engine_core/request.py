@@ -29,8 +29,8 @@ class Request:
     identity of its i-th full block. KV entries exist for the first `num_computed_tokens` tokens.
     `num_cached_tokens` is the hit of the first admission, None before it.
 
-    It is one of the `n` continuations its caller asked for: `index` says which, and `parent`, until it is admitted, who
-    has computed its prompt (None for the first). `request_id` is unique in the engine, `output_id` is the caller's.
+    It is one of the `n` continuations its caller asked for: `index` says which, and `parent` which of them has computed
+    its prompt (None for that one). `request_id` is unique in the engine, `output_id` is the caller's.
     `prompt_logprobs` collects those of the prompt until they are given out; None where nobody asked.
     `created_s`, `admitted_s` (first admission) and `first_token_s` are on the clock of `time.monotonic`; a continuation
     shares those of the first.

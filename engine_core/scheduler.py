@@ -261,7 +261,6 @@ class Scheduler:
                 features = loaded
             self.waiting.pop()
             self.running.append(request)
-            request.parent = None
             if hit.tail is not None:
                 step.copies.append((hit.tail.block_id, allocated[0].block_id))
             request.num_computed_tokens = hit.num_tokens
@@ -286,7 +285,12 @@ class Scheduler:
     def _find_hit(self, request: Request) -> PrefixHit:
         parent = request.parent
         # A parent that was preempted may hold blocks it has not computed again yet.
-        if parent is not None and parent.status is RequestStatus.RUNNING and parent.num_preemptions == 0:
+        if (
+            parent is not None
+            and request.status is RequestStatus.WAITING
+            and parent.status is RequestStatus.RUNNING
+            and parent.num_preemptions == 0
+        ):
             return self.kv.get_forked_blocks(request, parent)
         return self.kv.get_computed_blocks(request)
 

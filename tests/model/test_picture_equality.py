@@ -153,9 +153,13 @@ def test_rows_in_each_others_place_are_seen(family: Family, monkeypatch: pytest.
         family.run(engine, "one")
 
 
-def test_continuations_of_one_prompt(family: Family) -> None:
+def test_continuations_of_one_prompt(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share its pictures and its positions. Greedily, both say what one would say."""
     engine = family.engine()
+    worked_out = []
+    if (positions := engine.runner._pictures.positions) is not None:
+        table = positions._table
+        monkeypatch.setattr(positions, "_table", lambda features: worked_out.append(features) or table(features))
     prompt, params = (
         family.prompts["first and last"],
         SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, n=2),
@@ -167,6 +171,7 @@ def test_continuations_of_one_prompt(family: Family) -> None:
             assert output.error is None
             tokens[output.index] += output.new_token_ids
     assert tokens[0] == tokens[1] == family.references["first and last"].output_token_ids[:8]
+    assert len(worked_out) == (positions is not None)
 
 
 def test_inputs_that_are_not_the_pictures_end_that_request_alone(vlm_directory: GetDirectory) -> None:
