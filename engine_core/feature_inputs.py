@@ -15,6 +15,10 @@ from .request import Request
 
 Inputs: TypeAlias = Mapping[str, np.ndarray]
 
+# Those asked are made one after the other. More of them, and a long queue's last ones would come late, however busily
+# their frontend works: what is overdue is to mean that nobody works on it.
+MAX_ASKED = 64
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -31,7 +35,7 @@ class FeatureInputs:
 
     What several requests want is asked of one of them, and of another one if that leaves without having answered. A
     request gets all it wants or nothing, so none holds what another one waits for while it waits itself. More than
-    `max_bytes` are only asked for when nothing else is asked or held.
+    `max_bytes` are only asked for when nothing else is asked or held, more than `MAX_ASKED` when nothing else is asked.
     """
 
     def __init__(self, max_bytes: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,12 +51,14 @@ class FeatureInputs:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def num_new_bytes(self, features: Iterable[MultimodalFeature]) -> int:
-        """What these features' inputs weigh, less those here or asked for already."""
-        return sum({f.key: f.num_input_bytes for f in features if f.key not in self._entries}.values())
+    def unknown(self, features: Iterable[MultimodalFeature]) -> dict[bytes, int]:
+        """Of these features' inputs, those neither here nor asked for: what they weigh, by key."""
+        return {f.key: f.num_input_bytes for f in features if f.key not in self._entries}
 
-    def has_room(self, num_bytes: int) -> bool:
-        return self.num_bytes == 0 or self.num_bytes + num_bytes <= self._max_bytes
+    def may_ask(self, unknown: Mapping[bytes, int]) -> bool:
+        """Whether there is room to ask for these now."""
+        has_room = not self._entries or self.num_bytes + sum(unknown.values()) <= self._max_bytes
+        return has_room and (not self._asked_s or len(self._asked_s) + len(unknown) <= MAX_ASKED)
 
     def want(self, request: Request, features: Iterable[MultimodalFeature]) -> None:
         """See that the inputs of these features of `request` come, besides those that it wants already."""

@@ -124,8 +124,8 @@ class FeatureManager:
         return False
 
     def _may_ask(self, missing: list[MultimodalFeature]) -> bool:
-        num_bytes = self.inputs.num_new_bytes(missing)
-        return num_bytes == 0 or (not self._unasked and self.inputs.has_room(num_bytes))
+        unknown = self.inputs.unknown(missing)
+        return not unknown or (not self._unasked and self.inputs.may_ask(unknown))
 
     def ask_for_more(self) -> list[Request]:
         """Ask for what found no room before, in order. Returns who waits no longer: another request had it encoded."""
@@ -143,7 +143,7 @@ class FeatureManager:
             return None
         request, num_computed_tokens = next(iter(self._unasked.values()))
         missing = self._missing(request, num_computed_tokens)
-        return (request, missing) if self.inputs.has_room(self.inputs.num_new_bytes(missing)) else None
+        return (request, missing) if self.inputs.may_ask(self.inputs.unknown(missing)) else None
 
     def supply(self, output_id: str, key: bytes, inputs: Inputs, error: RequestError | None) -> list[Request]:
         """Here are the inputs asked of a caller's request, or why there are none; if nobody awaits them, never mind.

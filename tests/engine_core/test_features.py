@@ -18,6 +18,7 @@ from engine_core import (
     SamplingParams,
     WantedFeature,
 )
+from engine_core.feature_inputs import MAX_ASKED
 from engine_core.runner import MultimodalInfo
 from ipc.messages import ExtraKeySpan, RequestOutput
 from tests.checking_runner import CheckingRunner, expected_output
@@ -384,6 +385,30 @@ class TestInputsRoom:
             supply(engine, requests)
             most_bytes = max(most_bytes, engine.stats().feature_input_bytes)
         assert most_bytes == 2 * 7 * 8
+        assert_nothing_is_left(engine)
+
+    def test_a_long_queue_is_asked_for_piece_by_piece_so_that_no_piece_comes_late(self):
+        # Frontends make one picture after the other; a second each here, and a request of 80 pictures among them.
+        engine = make_engine(192, max_num_seqs=2, feature_timeout_s=1.5 * MAX_ASKED)
+        long_prompt = [[1], *(7000 + 21 * index for index in range(80))]
+        requests = [make_request([[2 + index], CAT + 21 * index], max_tokens=1) for index in range(150)]
+        requests.insert(100, make_request(long_prompt, max_tokens=1))
+        features = features_by_key(requests)
+        for request in requests:
+            engine.add_request(request)
+        asked: list[WantedFeature] = []
+        most_asked = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            asked += engine.take_wanted()
+            most_asked.append(len(asked))
+            if asked:
+                engine.clock.now_s += 1
+                wanted = asked.pop(0)
+                engine.supply_feature(wanted.request_id, wanted.key, inputs_of(features[wanted.key]))
+            outputs = engine.step().outputs
+            assert all(output.error is None for output in outputs)
+        assert sorted(set(most_asked))[-1] == 80 and most_asked[0] == MAX_ASKED
         assert_nothing_is_left(engine)
 
     def test_a_request_larger_than_the_bound_is_served_alone(self):
