@@ -44,7 +44,8 @@ class PictureSettings:
         pixel_cache_bytes: decoded pixels that are kept until the engine has said whether it wants inputs of them.
         memo_bytes: what is remembered of pictures so that the same file is not decoded again, about 2,000 per MiB.
         named_bytes: contents that clients gave a `uuid`.
-        num_threads: threads that decode and process all but the largest pictures (`WorkThreads`).
+        num_threads: threads for all but the largest pictures (`WorkThreads`): so many decode what comes in, as many
+            make what an engine wants.
     """
 
     max_images_per_prompt: int = 16
@@ -105,6 +106,8 @@ class Pictures:
         self._hasher = hasher
         self._limits = limits
         self._threads = WorkThreads(self.settings.num_threads)
+        # An engine waits for it, and not for ever: it must not queue behind all that has only come in.
+        self._threads_of_wanted = WorkThreads(self.settings.num_threads)
         self._memo: ByteLRU[bytes, _Decoded] = ByteLRU(self.settings.memo_bytes)
         self._pixels: ByteLRU[bytes, np.ndarray] = ByteLRU(self.settings.pixel_cache_bytes)
         self._inputs: ByteLRU[bytes, ModelInputs] = ByteLRU(self.settings.processor_cache_bytes)
@@ -116,6 +119,7 @@ class Pictures:
     async def close(self) -> None:
         """Drop what has not begun. What is being decoded or processed cannot be interrupted; it is not waited for."""
         self._threads.close()
+        self._threads_of_wanted.close()
         await self.loader.close()
 
     async def prepare(self, sources: Sequence[PictureSource], tenant: str) -> list[Picture]:
@@ -204,7 +208,7 @@ class Pictures:
             return seen
 
         async def look() -> _Decoded:
-            pixels, digest = await self._decode(encoded, self._hasher.pixels)
+            pixels, digest = await self._decode(encoded, self._hasher.pixels, self._threads)
             seen = _Decoded(digest, *pixels.shape[:2])
             self._memo.put(memo_key, seen, _MEMO_ENTRY_BYTES)
             self._pixels.put(feature_key(digest, tenant), pixels, pixels.nbytes)
@@ -212,18 +216,20 @@ class Pictures:
 
         return await self._decoding.run(memo_key, look)
 
-    async def _decode(self, encoded: EncodedPicture, use: Callable[[np.ndarray], T]) -> tuple[np.ndarray, T]:
+    async def _decode(
+        self, encoded: EncodedPicture, use: Callable[[np.ndarray], T], threads: WorkThreads
+    ) -> tuple[np.ndarray, T]:
         """The picture, and what `use` makes of it, in a thread."""
         limits = self._limits
         file = await self.loader.load(encoded) if isinstance(encoded, str) else encoded
-        height, width = await self._threads.run_quick(lambda: image_size(file, limits))
+        height, width = await threads.run_quick(lambda: image_size(file, limits))
 
         def decode() -> tuple[np.ndarray, T]:
             pixels = _read_only(decode_image(file, limits))
             return pixels, use(pixels)
 
         self.stats.decodes += 1
-        return await self._threads.run(decode, height * width)
+        return await threads.run(decode, height * width)
 
     async def _place(self, source: PictureSource, known: KnownContent, num_images: int, tenant: str) -> Picture:
         height, width, options = known.height, known.width, source.options
@@ -260,9 +266,9 @@ class Pictures:
         pixels = self._pixels.get(picture.pixels_key) if isinstance(content, EncodedPicture) else content
         if pixels is None:
             assert isinstance(content, EncodedPicture)
-            _, inputs = await self._decode(content, process)
+            _, inputs = await self._decode(content, process, self._threads_of_wanted)
         else:
-            inputs = await self._threads.run(partial(process, pixels), picture.height * picture.width)
+            inputs = await self._threads_of_wanted.run(partial(process, pixels), picture.height * picture.width)
         num_bytes = sum(array.nbytes for array in inputs.values())
         self.stats.input_bytes_made += num_bytes
         self._inputs.put(picture.key, inputs, num_bytes)

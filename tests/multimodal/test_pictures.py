@@ -31,13 +31,16 @@ class Processor:
     layouts_made: list[tuple[int, int]] = field(default_factory=list)
     made: list[tuple[int, int]] = field(default_factory=list)
     may_go_on: threading.Event = field(default_factory=threading.Event)
+    may_lay_out: threading.Event = field(default_factory=threading.Event)
     begun: SimpleQueue[tuple[int, int]] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
         self.may_go_on.set()
+        self.may_lay_out.set()
 
     def layout(self, height: int, width: int, options: ImageOptions, num_images: int) -> ImageLayout:
         self.layouts_made.append((height, width))
+        assert self.may_lay_out.wait(60)
         if width == self.refused_width:
             raise MediaError(f"no picture may be {width} pixels wide")
         stands_alone = num_images == 1 if self.knows_company else None
@@ -457,6 +460,18 @@ class TestSideBySide:
         assert (await house.one(CAT)).key == cat.key
         house.processor.may_go_on.set()
         await asyncio.gather(*held_up)
+
+    async def test_what_an_engine_wants_does_not_wait_for_what_has_only_come_in(self):
+        house = House(num_threads=1)
+        cat = await house.one(CAT)
+        house.processor.may_lay_out.clear()
+        coming = [asyncio.create_task(house.one(encoded(pixels_of(3, 4, width)))) for width in (4, 5)]
+        async with asyncio.timeout(30):
+            while len(house.processor.layouts_made) < 2:  # noqa: ASYNC110 - a thread makes them
+                await asyncio.sleep(0.001)
+            assert (await house.pictures.inputs(cat))["pixel_values"].shape == (1, 6, 8, 3)
+        house.processor.may_lay_out.set()
+        await asyncio.gather(*coming)
 
     async def test_the_event_loop_goes_on_meanwhile(self, house: House):
         house.processor.may_go_on.clear()
