@@ -189,8 +189,12 @@ class Pictures:
         if source.url is not None and source.data is not None:
             raise MediaError("a picture has either a url or data, not both")
         if source.url is not None:
-            is_content = source.url[:5].lower() == "data:"
-            return source.url if is_content else await self.loader.load(source.url)
+            if source.url[:5].lower() != "data:":
+                return await self.loader.load(source.url)
+            # One other character, and all of them take two or four bytes of memory: more than anybody counts.
+            if not source.url.isascii():
+                raise MediaError("a data: URL has ASCII characters only; what is not is written with %")
+            return source.url
         data = source.data
         if not isinstance(data, np.ndarray):
             return bytes(data or b"")

@@ -113,7 +113,7 @@ class WebFetcher:
             ):
                 headers = httpx.Headers(response.headers)
                 if response.status in REDIRECTS and "location" in headers:
-                    return _join(url, headers["location"])
+                    return _parse(headers["location"], base=url)
                 if response.status != 200:
                     raise MediaError(f"{host} answered with status {response.status}")
                 return await self._body(host, headers, response)
@@ -187,18 +187,14 @@ class _CheckedAddresses(httpcore.AsyncNetworkBackend):
         return await self._tcp.connect_tcp(str(address), port, timeout=CONNECT_TIMEOUT_S)
 
 
-def _parse(url: str) -> httpx.URL:
+def _parse(url: str, base: httpx.URL | None = None) -> httpx.URL:
     # Readers of URLs disagree about these, and none belongs into one.
     if "\\" in url or any(character.isspace() for character in url):
         raise MediaError("a URL has neither spaces nor backslashes")
     try:
-        return httpx.URL(url)
+        return httpx.URL(url) if base is None else base.join(url)
     except (httpx.InvalidURL, ValueError) as error:
         raise MediaError(f"not a valid URL: {error}") from error
-
-
-def _join(url: httpx.URL, location: str) -> httpx.URL:
-    return _parse(str(url.join(_parse(location))))
 
 
 def _host(url: httpx.URL) -> str:

@@ -241,6 +241,7 @@ async def test_redirects_are_followed_to_hosts_that_are_allowed(status):
         ("http://user:secret@first.example/", "user name or password"),
         ("http://first.example:22/", "port 22"),
         ("http://[::1/", "not a valid URL"),
+        ("x" * 65_530, "not a valid URL: URL too long"),
     ],
 )
 async def test_a_redirect_is_checked_like_a_new_url(listening, location, reason):

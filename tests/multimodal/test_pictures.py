@@ -341,6 +341,11 @@ class TestRefusals:
         assert caught.value.where == "messages[0].content[2]"
         assert "messages" not in str(caught.value)
 
+    @pytest.mark.parametrize("url", ["data:image/\N{CAT};base64,AAAA", "DATA:,\ud800"])
+    async def test_a_data_url_is_ascii_so_that_it_is_as_large_as_it_is_long(self, house: House, url: str):
+        with pytest.raises(PictureError, match="ASCII characters only"):
+            await house.one(url=url)
+
     async def test_a_source_needs_exactly_one_content(self, house: House):
         with pytest.raises(PictureError, match="needs a url, data, or the uuid"):
             await house.one()
