@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine_core.runner import EncodedFeature, ScheduledRequest
+from engine_core.feature_layout import feature_units
+from engine_core.runner import ScheduledRequest
 
 from .support import UnsupportedModelError
 
@@ -75,35 +76,20 @@ def visible_to(
     seen: np.ndarray | None = None
     for item, row in zip(batch, query_start_loc[:-1].tolist(), strict=True):
         chunk_end = item.start + item.num_tokens
-        for start, end in _groups(item.features):
-            first = max(start, item.start)
-            if end - first < 2 or start >= chunk_end:
+        features = [encoded.feature for encoded in item.features]
+        for group in feature_units(features, joins_touching=True, all_at_once=False):
+            first, end = max(group.start, item.start), group.end
+            if end - first < 2 or group.start >= chunk_end:
                 continue
             if end > chunk_end:
                 raise ValueError(
                     f"request {item.request.request_id}: tokens [{item.start}, {chunk_end}) end inside the group of"
-                    f" pictures at [{start}, {end})"
+                    f" pictures at [{group.start}, {end})"
                 )
             if seen is None:
                 seen = positions + 1
             seen[row + first - item.start : row + end - item.start] = end
     return seen
-
-
-def _groups(features: Sequence[EncodedFeature]) -> Iterator[tuple[int, int]]:
-    """Runs of embedded positions of one request's features, ascending, half open."""
-    group: tuple[int, int] | None = None
-    for encoded in features:
-        feature = encoded.feature
-        for first, last in feature.embed_ranges:
-            start, end = feature.start + first, feature.start + last
-            if group is not None and group[1] == start:
-                start = group[0]
-            elif group is not None:
-                yield group
-            group = (start, end)
-    if group is not None:
-        yield group
 
 
 def _expected(joins: bool, layer_type: str) -> torch.Tensor:
