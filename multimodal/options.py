@@ -14,16 +14,19 @@ ImageDetail = Literal["auto", "high", "low"]
 # With `detail="low"` a picture is shrunk to fit a square of this side before the model's processor sees it.
 LOW_DETAIL_SIDE = 512
 
-# The format of what goes in and comes out is ours; its scale and its patches are the model's: its weights or its
-# configuration depend on them, and a picture made otherwise could not be told how many tokens it fills.
+# The format of what goes in and comes out is ours; its scale, its patches and tiles are the model's: its weights or its
+# configuration depend on them, and a picture made otherwise could not be told how many tokens it fills. Nor may anybody
+# choose how large a tile is, or that nothing is made smaller: a picture in tiles of a pixel each fills the machine.
 _FIXED_NAMES = frozenset(
     {
         *("data_format", "device", "disable_grouping", "do_convert_rgb", "input_data_format", "return_tensors"),
         *("default_to_square", "do_normalize", "do_rescale", "image_mean", "image_std", "pad_size", "resample"),
         *("image_grid_pinpoints", "image_seq_length", "merge_size", "patch_size", "temporal_patch_size"),
-        *("rescale_factor", "return_row_col_info"),
+        *("crop_size", "do_center_crop", "do_resize", "max_image_size", "rescale_factor", "return_row_col_info"),
     }
 )
+# Which sizes a picture may be cut to in tiles; those have the size that is called `size` then.
+_TILED = "image_grid_pinpoints"
 
 
 class OptionError(MediaError):
@@ -80,7 +83,7 @@ def check_processor_kwargs(
 
     With the model's `own` values, no number may be larger than the largest that the model has itself for that name:
     it may be shown less of a picture, or in fewer tiles, but nobody can make a small picture fill the machine. A least
-    size may be as large as any that the model has.
+    size may be as large as any that the model has. What the model has by names (`size`) has the same names.
 
     Raises:
         OptionError: another name, type or size.
@@ -88,7 +91,8 @@ def check_processor_kwargs(
     from huggingface_hub.dataclasses import validate_typed_dict
     from huggingface_hub.errors import StrictDataclassError
 
-    allowed = sorted(accepted.__annotations__.keys() - _FIXED_NAMES)
+    fixed = _FIXED_NAMES | {"size"} if _TILED in accepted.__annotations__ else _FIXED_NAMES
+    allowed = sorted(accepted.__annotations__.keys() - fixed)
     for name, value in kwargs.items():
         if name not in allowed:
             raise OptionError(f"this model's image processor takes no {name!r} here, but {', '.join(allowed)}", name)
@@ -100,6 +104,7 @@ def check_processor_kwargs(
             reason = " ".join(str(error.__cause__ or error).split())
             raise OptionError(f"{name}: {reason}", name) from error
         if own is not None:
+            _check_names(name, value, own.get(name))
             _check_numbers(name, value, own)
     return {name: kwargs[name] for name in sorted(kwargs)}
 
@@ -111,6 +116,12 @@ def canonical_json(value: object) -> str:
         ValueError: a number that is not finite.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _check_names(name: str, value: Any, own: Any) -> None:
+    # A length of another side than the model's would say nothing about the other one.
+    if isinstance(own, Mapping) and (not isinstance(value, Mapping) or value.keys() != own.keys()):
+        raise OptionError(f"{name}: this model has it as {', '.join(own)}", name)
 
 
 def _check_numbers(name: str, value: Any, own: Mapping[str, Any]) -> None:

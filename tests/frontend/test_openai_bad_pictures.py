@@ -162,7 +162,7 @@ def test_parts_of_another_shape(http: httpx.Client, content: Any, param: str, sa
         ({"crop_size": {"height": 10**6, "width": 10**6}}, "crop_size"),
         ({"return_tensors": "pt"}, "return_tensors"),
         ({"colour": "blue"}, "colour"),
-        ({"do_resize": "yes"}, "do_resize"),
+        ({"do_pad": "yes"}, "do_pad"),
         ([1], "must hold a JSON object"),
         ({"x": "y" * 20_000}, "20008 bytes; at most 16384"),
     ],

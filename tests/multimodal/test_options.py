@@ -49,9 +49,20 @@ def test_an_unknown_detail_is_named(detail: Any):
         ("qwen2_vl", {"max_pixels": "1024"}, "max_pixels: .*expected int, got str"),
         ("qwen2_vl", {"max_pixels": True}, "max_pixels: .*expected int, got bool"),
         ("qwen2_vl", {"max_pixels": None}, "max_pixels must have a value"),
-        ("qwen2_vl", {"do_resize": 1}, "do_resize: .*expected bool"),
+        ("mistral3", {"do_pad": 1}, "do_pad: .*expected bool"),
+        ("qwen2_vl", {"do_resize": False}, "takes no 'do_resize'"),
+        ("llava", {"do_center_crop": False}, "takes no 'do_center_crop'"),
+        # Tiles of a pixel each: half a million of them in a picture of 64x64 that the real LLaVA-NeXT is shown.
+        ("llava_next", {"crop_size": {"height": 1, "width": 1}}, "takes no 'crop_size'"),
+        ("llava_next", {"size": {"shortest_edge": 1}}, "takes no 'size'"),
+        ("llava_onevision", {"size": {"height": 1, "width": 1}}, "takes no 'size'"),
+        ("idefics3", {"max_image_size": {"longest_edge": 1}}, "takes no 'max_image_size'"),
+        ("qwen2_vl", {"size": {"longest_edge": 100}}, "size: this model has it as longest_edge, shortest_edge"),
+        ("gemma3", {"size": {"shortest_edge": 16}}, "size: this model has it as height, width"),
+        ("llava", {"size": 28}, "size: this model has it as shortest_edge"),
+        ("mistral3", {"size": {}}, "size: this model has it as longest_edge"),
         ("qwen2_vl", {"size": "large"}, "size: "),
-        ("qwen2_vl", {"size": {"longest_edge": 1.5}}, "size: "),
+        ("qwen2_vl", {"size": {"shortest_edge": 1, "longest_edge": 1.5}}, "size: "),
         ("qwen2_vl", {"max_pixels": 0}, "0 is not a positive number"),
         ("qwen2_vl", {"size": {"shortest_edge": -1, "longest_edge": 100}}, "-1 is not a positive number"),
         ("gemma3", {"pan_and_scan_min_ratio_to_activate": float("nan")}, "nan is not a positive number"),
@@ -72,10 +83,9 @@ def test_what_the_image_processor_does_not_take_is_refused(family: str, kwargs: 
         ("qwen2_vl", {"min_pixels": 10**9}, 4096),
         ("qwen2_vl", {"size": {"shortest_edge": 10**9, "longest_edge": 10**9}}, 4096),
         ("idefics3", {"size": {"longest_edge": 65}}, 64),
-        ("idefics3", {"max_image_size": {"longest_edge": 17}}, 16),
         ("internvl", {"max_patches": 7}, 6),
         ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 5}, 4),
-        ("llava", {"crop_size": {"height": 28, "width": 29}}, 28),
+        ("llava", {"size": {"shortest_edge": 29}}, 28),
         ("mistral3", {"size": {"longest_edge": 10**6}}, 64),
     ],
 )
@@ -96,19 +106,15 @@ def test_the_server_may_and_moves_the_bound_for_requests():
 
 
 @pytest.mark.parametrize(
-    ("family", "kwargs"),
-    [
-        ("qwen2_vl", {"size": {"longest_edge": 100}}),
-        ("qwen2_vl", {"size": {"height": 8, "width": 8}}),
-        ("llava", {"size": {"height": 3}}),
-        ("mistral3", {"size": {}}),
-        ("qwen2_vl", {"do_resize": False}),
-    ],
+    ("family", "kwargs", "size"),
+    [("qwen2_vl", {"max_pixels": 1024}, (1, 300)), ("mistral3", {"size": {"longest_edge": 1}}, (17, 15))],
 )
-def test_what_the_processor_itself_cannot_do_is_told_with_its_reason(family: str, kwargs: dict[str, Any]):
+def test_what_the_processor_itself_cannot_do_is_told_with_its_reason(
+    family: str, kwargs: dict[str, Any], size: tuple[int, int]
+):
     processor = processor_of(family)
     options = processor.options(processor_kwargs=kwargs)
-    with pytest.raises(MediaError, match=r"cannot take a picture of 15x17 pixels: ."):
-        processor.layout(17, 15, options, 1)
-    with pytest.raises(MediaError, match=r"cannot take a picture of 15x17 pixels: ."):
-        inputs_of(processor, np.zeros((17, 15, 3), np.uint8), options, 1)
+    with pytest.raises(MediaError, match=rf"cannot take a picture of {size[1]}x{size[0]} pixels: ."):
+        processor.layout(*size, options, 1)
+    with pytest.raises(MediaError, match=rf"cannot take a picture of {size[1]}x{size[0]} pixels: ."):
+        inputs_of(processor, np.zeros((*size, 3), np.uint8), options, 1)
