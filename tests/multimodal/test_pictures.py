@@ -455,18 +455,7 @@ class TestSideBySide:
         house.processor.may_go_on.set()
         await asyncio.gather(call, *held_up)
 
-    async def test_a_known_picture_is_prepared_while_others_are_worked_on(self):
-        house = House(num_threads=1)
-        cat = await house.one(CAT)
-        dog = await house.one(DOG)
-        house.processor.may_go_on.clear()
-        held_up = [asyncio.create_task(house.pictures.inputs(picture)) for picture in (cat, dog)]
-        await asyncio.to_thread(house.processor.begun.get)
-        assert (await house.one(CAT)).key == cat.key
-        house.processor.may_go_on.set()
-        await asyncio.gather(*held_up)
-
-    async def test_what_an_engine_wants_does_not_wait_for_what_has_only_come_in(self):
+    async def test_neither_a_known_picture_nor_one_that_is_wanted_waits_for_those_that_come_in(self):
         house = House(num_threads=1)
         cat = await house.one(CAT)
         house.processor.may_lay_out.clear()
@@ -474,6 +463,7 @@ class TestSideBySide:
         async with asyncio.timeout(30):
             while len(house.processor.layouts_made) < 2:  # noqa: ASYNC110 - a thread makes them
                 await asyncio.sleep(0.001)
+            assert (await house.one(CAT)).key == cat.key
             assert (await house.pictures.inputs(cat))["pixel_values"].shape == (1, 6, 8, 3)
         house.processor.may_lay_out.set()
         await asyncio.gather(*coming)
