@@ -145,13 +145,18 @@ class FeatureInputs:
         for request, key in asked:
             entry = self._entries.get(key)
             if entry is not None and entry.inputs is None and entry.asked_of is request:
+                # The step in which it was asked may have taken longer than its answer may.
+                self._begin_to_wait(key)
                 wanted[WantedFeature(request.output_id, key)] = None
         return list(wanted)
 
     def _ask(self, key: bytes, entry: _Entry) -> None:
+        self._begin_to_wait(key)
+        self._unpublished.append((entry.asked_of, key))
+
+    def _begin_to_wait(self, key: bytes) -> None:
         self._asked_s.pop(key, None)
         self._asked_s[key] = self._clock()
-        self._unpublished.append((entry.asked_of, key))
 
     def _ask_another(self, key: bytes, entry: _Entry) -> None:
         entry.asked_of, feature = next(iter(entry.wanted_by.values()))

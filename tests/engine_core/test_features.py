@@ -19,7 +19,7 @@ from engine_core import (
     WantedFeature,
 )
 from engine_core.feature_inputs import MAX_ASKED
-from engine_core.runner import MultimodalInfo
+from engine_core.runner import MultimodalInfo, ScheduledRequest, StepResult
 from ipc.messages import ExtraKeySpan, RequestOutput
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.engine_core.test_engine import assert_idle, tokens_of
@@ -531,6 +531,27 @@ class TestWhatGoesWrong:
         assert error.message == (
             "mm_features: the image at token 10: its inputs did not come within 5 s (feature_timeout_s)"
         )
+
+    def test_the_time_for_an_answer_begins_when_its_question_leaves(self):
+        # Room for one picture's inputs: the second is asked for in the step that encodes the first, a slow one.
+        engine = make_engine(feature_timeout_s=5, max_feature_input_bytes=7 * 8)
+        first, second = make_request([TEXT, CAT], max_tokens=9), make_request([[3], DOG])
+        self.start(engine, first, second)
+        supply(engine, [first])
+        execute = engine.runner.execute
+
+        def slow(batch: Sequence[ScheduledRequest]) -> StepResult:
+            engine.clock.now_s += 10
+            return execute(batch)
+
+        engine.runner.execute = slow
+        engine.step()
+        engine.runner.execute = execute
+        (wanted,) = engine.take_wanted()
+        assert wanted.request_id == second.request_id
+        assert [output.error for output in engine.step().outputs] == [None]
+        engine.supply_feature(wanted.request_id, wanted.key, inputs_of(second.mm_features[0]))
+        run(engine, second, add=False)
 
     def test_what_nobody_waits_for_is_dropped(self):
         engine, request = make_engine(), make_request([TEXT, CAT])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
+from engine_core import feature_inputs
 from engine_core.engine import EngineCore
 from ipc.messages import (
     AbortRequests,
@@ -200,8 +201,12 @@ def test_a_draining_engine_waits_for_pictures_as_long_as_it_may(endpoint: str, j
         assert isinstance(frontend.receive(Goodbye), Goodbye)
 
 
-def test_a_frontend_that_does_not_read_is_asked_when_it_does(endpoint: str, connect: Connect) -> None:
+def test_a_frontend_that_does_not_read_is_asked_when_it_does(
+    endpoint: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_requests = 2000
+    # Those that are asked by default would all find room in the socket.
+    monkeypatch.setattr(feature_inputs, "MAX_ASKED", num_requests)
     with running_server(endpoint, engine=picture_engine()) as server:
         frontend = connect(queue_messages=1)
         frontend.hello()
