@@ -35,7 +35,11 @@ def _of_message(message: ChatMessage, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(message.content, str):
         yield f"{path}.content", message.content
     else:
-        yield from ((f"{path}.content[{j}]", part) for j, part in enumerate(message.content) if isinstance(part, str))
+        texts = [(j, part) for j, part in enumerate(message.content) if isinstance(part, str)]
+        yield from ((f"{path}.content[{j}]", text) for j, text in texts)
+        if len(texts) > 1:
+            # Templates put parts together, those around a picture, too, if they show it elsewhere.
+            yield f"{path}.content", "".join(text for _, text in texts)
     yield f"{path}.name", message.name or ""
     yield f"{path}.tool_call_id", message.tool_call_id or ""
     for j, call in enumerate(message.tool_calls):

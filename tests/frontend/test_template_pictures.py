@@ -142,6 +142,7 @@ CALL = "messages[0].tool_calls[0]"
 SPELLED: list[tuple[Chat, str]] = [
     (Chat([ChatMessage("user", "see <image>!")]), "messages[0].content"),
     (Chat([ChatMessage("user", ["x", picture(0, 1), "<|video_pad|>"])]), "messages[0].content[2]"),
+    (Chat([ChatMessage("user", ["<im", "a", picture(0, 2), "ge>"])]), "messages[0].content"),
     (Chat([ChatMessage("user", "x", name="<image>")]), "messages[0].name"),
     (Chat([ChatMessage("tool", "x", tool_call_id="<image>")]), "messages[0].tool_call_id"),
     (
@@ -161,7 +162,7 @@ SPELLED: list[tuple[Chat, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("chat", "field"), SPELLED, ids=[field for _, field in SPELLED])
+@pytest.mark.parametrize(("chat", "field"), SPELLED, ids=[f"{n} {field}" for n, (_, field) in enumerate(SPELLED)])
 def test_no_text_may_spell_what_stands_for_a_picture(chat: Chat, field: str) -> None:
     with pytest.raises(PromptError, match="stands for a picture") as refused:
         refuse_spellings(chat, (TOKEN, "<|video_pad|>"))
