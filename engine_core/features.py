@@ -165,7 +165,7 @@ class FeatureManager:
             raise FeatureError(request, error)
         if num_bytes > feature.num_input_bytes:
             message = f"its inputs have {num_bytes} bytes, {feature.num_input_bytes} were declared"
-            raise FeatureError(request, _invalid(feature, message))
+            raise FeatureError(request, _invalid(request, feature, message))
         complete = [wanting for wanting in self.inputs.supply(key, inputs) if self.inputs.has_all(wanting)]
         return [wanting for wanting in complete if self._aside.pop(wanting.request_id, None) is not None]
 
@@ -173,7 +173,7 @@ class FeatureManager:
         """Of whose inputs some did not come in time."""
         message = f"its inputs did not come within {self.inputs.timeout_s:g} s (feature_timeout_s)"
         return [
-            FeatureError(request, RequestError("internal", f"{_name(feature)}: {message}"))
+            FeatureError(request, RequestError("internal", f"{_name(request, feature)}: {message}"))
             for request, feature in self.inputs.overdue()
         ]
 
@@ -266,11 +266,12 @@ class FeatureManager:
         try:
             output = self._encode(feature, inputs)
         except Exception as error:
-            logger.exception("encode_failed request=%s rows=%d", request.output_id, feature.num_embeds)
             self.inputs.reject(request, feature.key)
             if isinstance(error, ValueError):
-                raise FeatureError(request, _invalid(feature, str(error))) from error
-            reason = f"{_name(feature)}: the encoder failed: {type(error).__name__}: {error}"
+                logger.warning("encode_refused request=%s reason=%r", request.output_id, str(error))
+                raise FeatureError(request, _invalid(request, feature, str(error))) from error
+            logger.exception("encode_failed request=%s rows=%d", request.output_id, feature.num_embeds)
+            reason = f"{_name(request, feature)}: the encoder failed: {type(error).__name__}: {error}"
             raise FeatureError(request, RequestError("internal", reason)) from error
         self.cache.put(_cache_key(feature), output, feature.num_embeds * self._embed_bytes)
         return output
@@ -354,9 +355,10 @@ def _cache_key(feature: MultimodalFeature) -> _CacheKey:
     return feature.key, feature.num_embeds
 
 
-def _name(feature: MultimodalFeature) -> str:
-    return f"mm_features: the {feature.modality} at token {feature.start}"
+def _name(request: Request, feature: MultimodalFeature) -> str:
+    return f"mm_features[{request.features.index(feature)}]"
 
 
-def _invalid(feature: MultimodalFeature, message: str) -> RequestError:
-    return RequestError("invalid", f"{_name(feature)}: {message}", "mm_features")
+def _invalid(request: Request, feature: MultimodalFeature, message: str) -> RequestError:
+    name = _name(request, feature)
+    return RequestError("invalid", f"{name}: {message}", name)

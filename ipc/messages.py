@@ -133,10 +133,10 @@ class EngineRequest(Struct, array_like=True, frozen=True):
 class RequestError(Struct, array_like=True, frozen=True):
     """Why a request ended without a result.
 
-    `invalid`: the caller's fault; `param` names the offending field of `EngineRequest` or
-    `SamplingParams`. `overloaded`: try again later, or elsewhere; `reason` then is a word programs can test
-    (`max_num_queued_reqs`, `max_num_queued_tokens`, `draining`), if there is one, and `retry_after_s` how much later.
-    `internal`: ours.
+    `invalid`: the caller's fault; `param` names the offending field of `EngineRequest` (`mm_features[0]`, if it is one
+    picture) or `SamplingParams`. `overloaded`: try again later, or elsewhere; `reason` then is a word programs can
+    test (`max_num_queued_reqs`, `max_num_queued_tokens`, `draining`), if there is one, and `retry_after_s` how much
+    later. `internal`: ours.
     """
 
     code: Literal["invalid", "overloaded", "internal"]

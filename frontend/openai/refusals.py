@@ -12,7 +12,7 @@ from frontend.metrics.families import REJECTION_REASONS
 from frontend.prompt.errors import PromptError, PromptTooLongError
 from ipc.messages import EngineCapabilities, RequestError
 
-from .protocol import ChatCompletionRequest, CompletionRequest
+from .protocol import ChatCompletionRequest, CompletionRequest, ImageUrlPart
 from .serving import Serving
 
 
@@ -60,6 +60,10 @@ def _refused(error: RequestError, request: ChatCompletionRequest | CompletionReq
         return overloaded(error.message, math.ceil(error.retry_after_s or 1))
     if error.code == "internal":
         return internal_error(error.message)
+    pictures = {f"mm_features[{k}]": field for k, field in enumerate(_picture_fields(request))}
+    if error.param in pictures:
+        field = pictures[error.param]
+        return invalid_request(f"{field}{error.message.removeprefix(error.param)}", field)
     fields = {
         "prompt_token_ids": prompt_field,
         "mm_features": prompt_field,
@@ -69,3 +73,16 @@ def _refused(error: RequestError, request: ChatCompletionRequest | CompletionReq
         "prompt_logprobs": "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
     }
     return invalid_request(error.message, fields.get(error.param or "", error.param))
+
+
+def _picture_fields(request: ChatCompletionRequest | CompletionRequest) -> list[str]:
+    """Of the pictures in the order of the prompt, which is theirs in the request."""
+    if not isinstance(request, ChatCompletionRequest):
+        return []
+    return [
+        f"messages[{i}].content[{j}]"
+        for i, message in enumerate(request.messages)
+        if isinstance(message.content, list)
+        for j, part in enumerate(message.content)
+        if isinstance(part, ImageUrlPart)
+    ]

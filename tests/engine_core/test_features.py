@@ -499,14 +499,15 @@ class TestWhatGoesWrong:
         assert "inputs have 112 bytes, 56 were declared" in self.failing(engine, request).message
 
     def test_inputs_that_are_not_the_features_are_the_callers_fault(self):
-        engine, request = make_engine(), make_request([TEXT, CAT, TEXT], sampling={"n": 2})
+        engine, request = make_engine(), make_request([TEXT, DOT, CAT, TEXT], sampling={"n": 2})
         other = make_request([[3], CAT])
         self.start(engine, request, other)
-        [wanted] = engine.take_wanted()
-        engine.supply_feature(wanted.request_id, wanted.key, {"pixels": inputs_of(feature_at(0, DOT))["pixels"]})
+        dot = inputs_of(request.mm_features[0])
+        for wanted in engine.take_wanted():
+            engine.supply_feature(wanted.request_id, wanted.key, {"pixels": dot["pixels"]})
         error = self.failing(engine, request, other)
-        assert (error.code, error.param) == ("invalid", "mm_features")
-        assert error.message == "mm_features: the image at token 10: no pixels for 7 rows"
+        assert (error.code, error.param) == ("invalid", "mm_features[1]")
+        assert error.message == "mm_features[1]: no pixels for 7 rows"
 
     def test_an_encoder_that_fails_ends_that_request_alone(self):
         engine = make_engine(max_num_batched_tokens=12)
@@ -515,7 +516,7 @@ class TestWhatGoesWrong:
         self.start(engine, request, *others)
         error = self.failing(engine, request, *others)
         assert (error.code, error.param) == ("internal", None)
-        assert "at token 10: the encoder failed: RuntimeError: out of memory" in error.message
+        assert "mm_features[0]: the encoder failed: RuntimeError: out of memory" in error.message
 
     def test_inputs_that_do_not_come_end_the_request_after_a_while(self):
         engine = make_engine(feature_timeout_s=5)
@@ -528,9 +529,7 @@ class TestWhatGoesWrong:
         engine.clock.now_s = 5
         assert engine.has_work_now()
         error = self.failing(engine, request, other)
-        assert error.message == (
-            "mm_features: the image at token 10: its inputs did not come within 5 s (feature_timeout_s)"
-        )
+        assert error.message == "mm_features[0]: its inputs did not come within 5 s (feature_timeout_s)"
 
     def test_the_time_for_an_answer_begins_when_its_question_leaves(self):
         # Room for one picture's inputs: the second is asked for in the step that encodes the first, a slow one.

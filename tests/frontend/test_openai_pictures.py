@@ -231,6 +231,14 @@ def test_what_an_engine_has_against_a_picture_is_told(served: Served) -> None:
     assert (error["param"], error["message"]) == ("messages", str(refusal))
 
 
+def test_a_picture_that_an_engine_cannot_compute_is_named(served: Served) -> None:
+    reason = RequestError("invalid", "mm_features[1]: the vision tower cannot compute it", "mm_features[1]")
+    served.engine.script = fails_after([], RequestRefusedError(reason))
+    error = served.refused(user(image(RED)), user("and", image(RED)))
+    field = "messages[1].content[1]"
+    assert (error["param"], error["message"]) == (field, f"{field}: the vision tower cannot compute it")
+
+
 async def test_the_official_sdk(served: Served) -> None:
     client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
     messages: Any = [user("what is ", image(RED, detail="low"), "?")]
