@@ -8,6 +8,7 @@ from multimodal import (
     ContentHasher,
     ImageLimits,
     MediaLoader,
+    OptionError,
     Pictures,
     PictureSettings,
     ProcessorLoadError,
@@ -29,6 +30,8 @@ def open_pictures(model_dir: Path, config: PictureConfig) -> ChatPictures | None
             processor = load_picture_processor(model_dir, config.mm_processor_kwargs)
         except ProcessorLoadError as error:
             raise ValueError(f"{error} (--limit-mm-per-prompt image=0 serves it without pictures)") from error
+        except OptionError as error:
+            raise ValueError(f"--mm-processor-kwargs: {error}") from error
     if processor is None:
         return None
     pictures = Pictures(

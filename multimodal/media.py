@@ -142,6 +142,6 @@ def _ascii_domain(text: str) -> str:
         host = "" if NOT_IN_A_HOST & set(name) else httpx.URL(f"https://{name}/").raw_host.decode("ascii")
     except (httpx.InvalidURL, ValueError):
         host = ""
-    if not host.strip("."):
+    if not all(host.rstrip(".").split(".")):
         raise ValueError(f"{text!r} is not the name of a host, as example.com or *.example.com are")
     return below + host.lower().rstrip(".")

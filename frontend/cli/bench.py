@@ -12,7 +12,7 @@ import typer
 
 from frontend.bench.results import Parts
 
-from .options import fail, option
+from .options import A_DAY_S, fail, option
 from .server_options import DEFAULT_URL, ApiKey, Model, Url, fail_without_server
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ def bench(
         Path | None,
         option(_WORK, "The model's directory, to size prompts exactly. Default: as the server counts.", metavar="DIR"),
     ] = None,
-    timeout: Annotated[float, option(_WORK, "Seconds after which a request counts as failed.", min=0.1)] = 300.0,
+    timeout: Annotated[
+        float, option(_WORK, "Seconds after which a request counts as failed.", min=0.1, max=A_DAY_S)
+    ] = 300.0,
     out: Annotated[
         Path | None, option(_RESULT, "Write the result as JSON; - is standard output.", metavar="FILE")
     ] = None,

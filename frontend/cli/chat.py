@@ -45,7 +45,7 @@ def chat(
         str | None, option(_CHAT, "Share cached prefixes only with requests of this salt.", metavar="SALT")
     ] = None,
     max_tokens: Annotated[int | None, option(_CHAT, "Most tokens of one answer.", min=1)] = None,
-    temperature: Annotated[float | None, option(_SAMPLING, "0 is greedy. Default: the server's.", min=0)] = None,
+    temperature: Annotated[float | None, option(_SAMPLING, "0 is greedy. Default: the server's.", min=0, max=2)] = None,
     top_p: Annotated[
         float | None, option(_SAMPLING, "Sample from the likeliest tokens of this much probability.", min=0, max=1)
     ] = None,

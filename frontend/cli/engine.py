@@ -14,7 +14,7 @@ from ipc.sockets import check_listenable
 
 from .engine_options import takes_engine_options
 from .log_options import LogFormatOption, LogLevelOption
-from .options import fail, option
+from .options import A_DAY_S, fail, option
 from .start import begin, find_model, patience
 
 _ENDPOINT = "Endpoint"
@@ -58,7 +58,12 @@ def engine(
     ] = None,
     drain_timeout: Annotated[
         float,
-        option(_ENDPOINT, "Seconds that running requests have to end at SIGTERM; a second signal ends them.", min=0),
+        option(
+            _ENDPOINT,
+            "Seconds that running requests have to end at SIGTERM; a second signal ends them.",
+            min=0,
+            max=A_DAY_S,
+        ),
     ] = 30.0,
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "info",

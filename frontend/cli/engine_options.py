@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from engine_core import EngineConfig
 from engine_core.config import FreeOrder, FullPromptHit, HashAlgo, SchedulingPolicy
 
-from .options import option, size, takes_settings
+from .options import A_DAY_S, option, size, takes_settings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -125,7 +125,12 @@ def _engine_options(
     ] = _ENGINE.max_feature_input_bytes,
     feature_timeout_s: Annotated[
         float,
-        option(_PICTURES, "Seconds that a frontend has to send a prepared picture; then its request ends.", min=0.1),
+        option(
+            _PICTURES,
+            "Seconds that a frontend has to send a prepared picture; then its request ends.",
+            min=0.1,
+            max=A_DAY_S,
+        ),
     ] = _ENGINE.feature_timeout_s,
     enable_prefix_caching: Annotated[
         bool, option(_CACHE, "Share the KV cache of equal prefixes between requests.")

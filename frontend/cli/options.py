@@ -12,6 +12,9 @@ import typer
 from frontend.sizes import parse_size
 
 USER_ERROR_EXIT_CODE = 2
+# What timers, JSON and addresses have words for.
+A_DAY_S = 86_400.0
+MOST_BYTES = 1 << 60
 
 R = TypeVar("R")
 
@@ -46,11 +49,14 @@ def takes_settings(declaration: Callable[..., None], argument: str) -> Callable[
 
 
 def size(text: str | int) -> int:
-    """Parser of options that are sizes in bytes."""
+    """Parser of options that are sizes in bytes. With none of any of them there is nothing to serve."""
     try:
-        return parse_size(str(text))
+        num_bytes = parse_size(str(text))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if not 1 <= num_bytes <= MOST_BYTES:
+        raise typer.BadParameter(f"{text!r} is out of range; 1 byte to {MOST_BYTES >> 40} TiB can be")
+    return num_bytes
 
 
 def fail(message: str) -> NoReturn:

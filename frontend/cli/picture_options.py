@@ -10,11 +10,12 @@ import typer
 
 from frontend.picture_config import ImageHashAlgo, PictureConfig
 
-from .options import fail, option, size, takes_settings
+from .options import A_DAY_S, fail, option, size, takes_settings
 
 _PANEL = "Pictures"
 _DEFAULTS = PictureConfig()
 _GIB = 1 << 30
+_MOST_GIB = 1 << 20
 
 
 def _limits(text: str | int) -> int:
@@ -67,7 +68,7 @@ def _picture_options(
         ),
     ] = False,
     media_timeout_s: Annotated[
-        float, option(_PANEL, "Seconds to fetch one picture, redirects included.", min=0.1)
+        float, option(_PANEL, "Seconds to fetch one picture, redirects included.", min=0.1, max=A_DAY_S)
     ] = _DEFAULTS.media_timeout_s,
     max_images_per_prompt: Annotated[
         int,
@@ -101,7 +102,7 @@ def _picture_options(
         ImageHashAlgo, option(_PANEL, "How pictures are told apart; xxhash is not collision proof.")
     ] = _DEFAULTS.mm_hash_algo,
     mm_processor_cache_gb: Annotated[
-        float, option(_PANEL, "GiB of prepared pictures that are kept.", min=0)
+        float, option(_PANEL, "GiB of prepared pictures that are kept.", min=0, max=_MOST_GIB)
     ] = _DEFAULTS.mm_processor_cache_bytes / _GIB,
 ) -> None:
     """Only its signature is used. Each name but that of the cache is a field of `PictureConfig`."""

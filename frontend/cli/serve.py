@@ -26,7 +26,7 @@ from ipc.sockets import make_private_directory
 from .attach import engine_addresses, refuse_attached_only, refuse_engine_options
 from .engine_options import takes_engine_options
 from .log_options import LogFormatOption, LogLevelOption
-from .options import fail, option, size
+from .options import A_DAY_S, fail, option, size
 from .picture_options import picture_config, takes_picture_options
 from .start import begin, find_model, own_names, patience
 
@@ -96,7 +96,12 @@ def serve(
     log_level: LogLevelOption = "info",
     drain_timeout: Annotated[
         float,
-        option(_HTTP, "Seconds that running requests have to end at SIGTERM; a second signal ends them.", min=0),
+        option(
+            _HTTP,
+            "Seconds that running requests have to end at SIGTERM; a second signal ends them.",
+            min=0,
+            max=A_DAY_S,
+        ),
     ] = DEFAULT_DRAIN_TIMEOUT_S,
     engine: Annotated[
         list[str] | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated, get_args, get_origin
 
 import msgspec
 import psutil
@@ -171,6 +173,21 @@ def test_a_port_in_use() -> None:
 
 def test_a_size_that_is_none() -> None:
     assert "is not a size" in one_line(foreword("serve", "--kv-cache-memory-bytes", "much"))
+
+
+def test_every_number_that_is_no_integer_has_an_end() -> None:
+    """Neither JSON nor a timer knows infinity: it would end a process instead of the command."""
+    commands = [command.callback for command in app.registered_commands if command.callback is not None]
+    declared = [
+        (parameter.name, *get_args(parameter.annotation))
+        for command in commands
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if get_origin(parameter.annotation) is Annotated
+    ]
+    floats = [(name, info) for name, kind, info in declared if float in (kind, *get_args(kind))]
+    assert len(floats) >= 8
+    endless = [name for name, info in floats if info.max is None]
+    assert endless == []
 
 
 def test_an_empty_name() -> None:

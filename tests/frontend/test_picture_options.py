@@ -87,6 +87,11 @@ def test_the_limit_is_spelled_in_two_ways(text: str, limit: int) -> None:
         (("--mm-processor-kwargs", "{"), "not a JSON object"),
         (("--mm-hash-algo", "md5"), "md5"),
         (("--max-image-bytes", "big"), "is not a size"),
+        (("--max-image-bytes", "0"), "out of range; 1 byte to"),
+        (("--max-image-bytes", "9" * 400), "is not a size"),
+        (("--max-image-bytes", "9999999TiB"), "out of range"),
+        (("--media-timeout-s", "inf"), "less than or equal to 86400"),
+        (("--mm-processor-cache-gb", "inf"), "less than or equal to"),
     ],
 )
 def test_values_that_cannot_be(arguments: tuple[str, ...], said: str) -> None:
@@ -143,7 +148,7 @@ def test_what_the_models_processor_does_not_take_is_a_start_up_failure(tmp_path:
     result = subprocess.run(child_argv(config), capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == STARTUP_FAILURE_EXIT_CODE
     assert "http_start_failed" in result.stderr
-    assert "takes no 'colour'" in result.stderr
+    assert "--mm-processor-kwargs: this model's image processor takes no 'colour'" in result.stderr
 
 
 def test_a_processor_that_cannot_be_used(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ async def test_other_schemes_are_named_and_refused(url, reason):
         {"allowed_domains": ("a.*.example",)},
         {"allowed_domains": ("",)},
         {"allowed_domains": (".",)},
+        {"allowed_domains": ("pictures..example",)},
         {"max_bytes": 0},
         {"timeout_s": 0.0},
         {"timeout_s": float("nan")},
