@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,10 +44,22 @@ def _image(conversation: Conversation, file: str) -> str:
         conversation.pictures.clear()
         return "no pictures go with the next message"
     try:
-        conversation.pictures.append(read_attachment(Path(file)))
+        conversation.pictures.append(read_attachment(_path(file)))
     except ValueError as error:
         return str(error)
     return f"with the next message: {'; '.join(map(str, conversation.pictures))}"
+
+
+def _path(file: str) -> Path:
+    """As it is typed, or as a terminal quotes what is dropped on it."""
+    path = Path(file).expanduser()
+    if path.exists():
+        return path
+    try:
+        words = shlex.split(file)
+    except ValueError:
+        return path
+    return Path(words[0]).expanduser() if len(words) == 1 else path
 
 
 def _system(conversation: Conversation, text: str) -> str:

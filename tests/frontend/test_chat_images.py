@@ -54,6 +54,19 @@ def test_a_file_that_is_too_large(tmp_path: Path) -> None:
         read_attachment(file)
 
 
+@pytest.mark.parametrize("quote", ["'{}'", '"{}"', "{}"])
+def test_a_file_may_be_quoted_as_terminals_do(cat: Path, quote: str) -> None:
+    dropped = quote.format(cat) if quote != "{}" else str(cat).replace(" ", "\\ ")
+    assert run_command(Conversation(), f"/image {dropped}") == "with the next message: my cat.png (16 bytes)"
+
+
+def test_a_name_that_looks_quoted_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("Anna's cat.png").write_bytes(PNG)
+    assert run_command(Conversation(), "/image Anna's cat.png") == "with the next message: Anna's cat.png (16 bytes)"
+    assert run_command(Conversation(), "/image Anna's dog.png").startswith("cannot read Anna's dog.png: No such file")
+
+
 def test_pictures_go_with_one_message(cat: Path, tmp_path: Path) -> None:
     conversation = Conversation("be brief")
     assert run_command(conversation, f"/image {cat}") == "with the next message: my cat.png (16 bytes)"
