@@ -59,7 +59,7 @@ class ImageOptions:
 
     @property
     def canonical(self) -> dict[str, Any]:
-        """Equal exactly where a picture is processed alike; of JSON's types."""
+        """Equal only where a picture is processed alike, whatever its size; of JSON's types."""
         return {"shrinks": self.shrinks, "processor_kwargs": json.loads(self.processor_kwargs)}
 
 
