@@ -49,7 +49,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
             once; further requests are refused as `overloaded`. A request with `n` continuations counts `n`.
         max_num_queued_tokens: the same for their prompt tokens.
         encoder_cache_bytes: memory for what the encoder made of pictures; default room for 16,384 rows, or for as many
-            as a prompt or a step may have.
+            as a step may have.
         max_num_encoder_tokens: most rows that are encoded in one step; default `max_num_batched_tokens`. A single
             picture may be larger.
         max_feature_input_bytes: most bytes of pictures' inputs that are held or asked for; a request that needs more by

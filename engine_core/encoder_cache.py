@@ -91,11 +91,8 @@ class EncoderCache:
         self.pinned_bytes += num_bytes
 
 
-def encoder_cache_bytes(config: EngineConfig, *, embed_bytes: int, max_model_len: int) -> int:
-    """What an engine's encoder cache may take: as configured, or room for a good many rows, and for those of any step
-    and of any prompt of at most so many tokens.
-    """
+def encoder_cache_bytes(config: EngineConfig, embed_bytes: int) -> int:
+    """What an engine's encoder cache may take: as configured, or room for a good many rows and any step's."""
     if config.encoder_cache_bytes is not None:
         return config.encoder_cache_bytes
-    max_prompt_rows = min(config.max_model_len or max_model_len, _DEFAULT_ROWS)
-    return embed_bytes * max(config.max_num_batched_tokens, max_prompt_rows)
+    return embed_bytes * max(config.max_num_batched_tokens, _DEFAULT_ROWS)

@@ -315,9 +315,7 @@ def make_feature_manager(config: EngineConfig, runner: Runner) -> FeatureManager
     return FeatureManager(
         runner.encode,
         embed_bytes=multimodal.embed_bytes,
-        cache_bytes=encoder_cache_bytes(
-            config, embed_bytes=multimodal.embed_bytes, max_model_len=runner.info.max_model_len
-        ),
+        cache_bytes=encoder_cache_bytes(config, multimodal.embed_bytes),
         max_rows_per_step=config.max_num_encoder_tokens or config.max_num_batched_tokens,
         max_input_bytes=config.max_feature_input_bytes,
         timeout_s=config.feature_timeout_s,

@@ -215,8 +215,7 @@ class ModelRunner:
         step_bytes = self._measure_step(config, max_model_len, shapes)
         if self._pictures is None:
             return step_bytes
-        embed_bytes = self._pictures.info.embed_bytes
-        return step_bytes + encoder_cache_bytes(config, embed_bytes=embed_bytes, max_model_len=max_model_len)
+        return step_bytes + encoder_cache_bytes(config, self._pictures.info.embed_bytes)
 
     def _measure_step(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> int:
         """Bytes of CUDA memory the heaviest step needs beyond the weights.

@@ -104,8 +104,8 @@ def _engine_options(
         int | None,
         option(
             _PICTURES,
-            "Memory for encoded pictures, for instance 1GiB. Default: room for 16,384 tokens of pictures, or for as"
-            " many as a prompt or a step may have.",
+            "Memory for encoded pictures, for instance 1GiB. Default: room for 16,384 tokens of pictures, or"
+            " for --max-num-batched-tokens if that is more.",
             parser=size,
             metavar="SIZE",
         ),
