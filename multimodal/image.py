@@ -12,10 +12,14 @@ from .errors import MediaError
 from .formats import ImageFormat, ImageHeader, identify
 from .formats.header import broken
 
+# As in a JPEG. What resizing takes grows with the side, not with the pixels: Pillow needs 32 to 48 bytes for each pixel
+# of it and at some length runs out of memory, and a processor was seen to work for half a minute.
+MAX_SIDE = 65_535
+
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What is decoded at most.
+    """What is decoded at most, besides that no side has more than `MAX_SIDE` pixels.
 
     Pixels: 64 Mi, so that a phone's 50 megapixels are decoded. Measured, decoding takes 4 to 12 bytes for each pixel at
     its height, 18 if it is WebP: up to 0.75 or 1.1 GiB for the largest image, of which 192 MiB are the result. Frames:
@@ -29,6 +33,16 @@ class ImageLimits:
         for name, value in (("max_pixels", self.max_pixels), ("max_frames", self.max_frames)):
             if value < 1:
                 raise ValueError(f"{name} must be positive, not {value}")
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raises MediaError: a picture of so many pixels is too large."""
+        num_pixels = height * width
+        if num_pixels > self.max_pixels:
+            raise MediaError(
+                f"the image is too large: {width} × {height} = {num_pixels} pixels, more than {self.max_pixels}"
+            )
+        if max(height, width) > MAX_SIDE:
+            raise MediaError(f"the image is too large: {width} × {height} pixels, a side has more than {MAX_SIDE}")
 
 
 def image_size(encoded: bytes, limits: ImageLimits) -> tuple[int, int]:
@@ -68,12 +82,7 @@ def _decode(image_format: ImageFormat, header: ImageHeader, pixels: bytes) -> np
 def _read_header(encoded: bytes, limits: ImageLimits) -> tuple[ImageFormat, ImageHeader]:
     image_format = identify(encoded)
     header = image_format.read_header(encoded, limits.max_frames)
-    num_pixels = header.height * header.width
-    if num_pixels > limits.max_pixels:
-        raise MediaError(
-            f"the image is too large: {header.width} × {header.height} = {num_pixels} pixels, "
-            f"more than {limits.max_pixels}"
-        )
+    limits.check_size(header.height, header.width)
     if header.num_frames > limits.max_frames:
         raise MediaError(f"the image has more than {limits.max_frames} frames")
     return image_format, header

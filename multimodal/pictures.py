@@ -283,9 +283,7 @@ def _check_pixels(pixels: np.ndarray, limits: ImageLimits) -> None:
     height, width = pixels.shape[:2] if pixels.ndim == 3 else (0, 0)
     if pixels.dtype != np.uint8 or height * width == 0 or pixels.shape[2] != 3:
         raise MediaError(f"decoded pixels are uint8 [height, width, 3], not {pixels.dtype} {list(pixels.shape)}")
-    if height * width > limits.max_pixels:
-        num_pixels = f"{width} × {height} = {height * width}"
-        raise MediaError(f"the image is too large: {num_pixels} pixels, more than {limits.max_pixels}")
+    limits.check_size(height, width)
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -70,6 +70,12 @@ def test_a_bomb_is_refused_from_its_header():
     assert peak_bytes < 10_000
 
 
+@pytest.mark.parametrize(("width", "height"), [(65_536, 1), (1, 60_000_000)])
+def test_a_thread_of_pixels_is_refused_however_few_they_are(width: int, height: int):
+    assert refusal(huge_png(width, height)).endswith(f"{width} × {height} pixels, a side has more than 65535")
+    assert image_size(huge_png(65_535, 1), LIMITS) == (1, 65_535)
+
+
 @pytest.mark.parametrize(
     "encoded",
     [
