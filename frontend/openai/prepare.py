@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from frontend.errors import invalid_request
 from frontend.prompt.cache_salt import cache_salt_spans
-from frontend.prompt.errors import PromptError
 from frontend.prompt.processor import check_prompt_length
 from frontend.prompt.prompt import Prompt
 from ipc.messages import EngineCapabilities
@@ -72,10 +71,6 @@ async def _prepare_fields(
     model_name = serving.model.check(request.model)
     refuse_unsupported(request)
     check_combinations(request)
-    try:
-        extra_key_spans = cache_salt_spans(request.cache_salt)
-    except PromptError as error:
-        raise invalid_request(str(error), "cache_salt") from error
     stream_options = request.stream_options or StreamOptions()
     return PreparedRequest(
         model_name=model_name,
@@ -85,7 +80,7 @@ async def _prepare_fields(
         include_stop=bool(request.include_stop_str_in_output),
         logprobs=num_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
-        extra_key_spans=extra_key_spans,
+        extra_key_spans=cache_salt_spans(request.cache_salt),
         priority=request.priority or 0,
         include_usage=bool(stream_options.include_usage),
         continuous_usage=bool(stream_options.continuous_usage_stats),

@@ -320,6 +320,9 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: ChatTemplateKwargs = UNSET
     mm_processor_kwargs: MmProcessorKwargs = UNSET
+    cache_salt: Annotated[
+        str | None, Meta(description="As in the request to come: what is kept of pictures is kept for its salt.")
+    ] = None
     add_special_tokens: Annotated[
         bool | None,
         Meta(

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from frontend.errors import invalid_request
+from frontend.prompt.cache_salt import cache_salt_spans
 
 from .chat_prompt import chat_of
 from .protocol import DetokenizeRequest, TokenizeRequest
@@ -59,9 +60,11 @@ async def _token_ids(serving: Serving, request: TokenizeRequest, max_model_len: 
         raise invalid_request("send prompt or messages, not both", "prompt")
     refuse_unsupported_in_prompt(request.messages, request.tools)
     with prompt_errors(serving, "messages"):
+        cache_salt_spans(request.cache_salt)  # the chat's endpoint would refuse it, too
         prompt = await serving.prompts.chat(
             chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None),
             max_model_len=max_model_len,
+            tenant=request.cache_salt or "",
             add_special_tokens=bool(request.add_special_tokens),
             check_length=False,
         )

@@ -19,9 +19,11 @@ def cache_salt_spans(salt: str | None) -> tuple[ExtraKeySpan, ...]:
     if salt is None:
         return ()
     if not salt:
-        raise PromptError("cache_salt must not be empty; leave it out to share the cache")
+        raise PromptError("cache_salt must not be empty; leave it out to share the cache", "cache_salt")
     if len(salt) > MAX_SALT_CHARACTERS:
-        raise PromptError(f"cache_salt has {len(salt)} characters; at most {MAX_SALT_CHARACTERS} are allowed")
+        raise PromptError(
+            f"cache_salt has {len(salt)} characters; at most {MAX_SALT_CHARACTERS} are allowed", "cache_salt"
+        )
     if any(character in _FORBIDDEN for character in salt):
-        raise PromptError("cache_salt must not contain '@', '/', '\\' or NUL")
+        raise PromptError("cache_salt must not contain '@', '/', '\\' or NUL", "cache_salt")
     return (ExtraKeySpan(0, 1, "cache_salt", salt),)

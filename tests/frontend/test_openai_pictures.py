@@ -214,6 +214,17 @@ def test_no_text_makes_a_picture(served: Served, fields: dict[str, Any], field: 
     assert not served.engine.requests
 
 
+def test_tokenize_knows_a_tenants_pictures_alone(served: Served) -> None:
+    named = {**image(RED), "uuid": "mine"}
+    chat = {"messages": [user(named)], "cache_salt": "one"}
+    assert served.http.post("/tokenize", json=chat).status_code == 200
+    again = chat | {"messages": [user({**named, "image_url": None})]}
+    assert served.http.post("/tokenize", json=again).status_code == 200
+    for salt, field in (("two", "messages[0].content[0]"), (None, "messages[0].content[0]"), ("a/b", "cache_salt")):
+        refused = served.http.post("/tokenize", json=again | {"cache_salt": salt})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
 def test_in_a_completion_the_image_token_is_a_token(served: Served) -> None:
     for prompt in ([5, served.image_token_id, 6], f"a{IMAGE_TOKEN}b"):
         assert served.http.post("/v1/completions", json={"prompt": prompt}).status_code == 200
