@@ -66,6 +66,13 @@ class EncoderCache:
             self._unpinned[key] = entry
             self.pinned_bytes -= entry.num_bytes
 
+    def clear(self) -> None:
+        """Forget everything that is not pinned."""
+        for key, entry in self._unpinned.items():
+            del self._entries[key]
+            self.used_bytes -= entry.num_bytes
+        self._unpinned.clear()
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether that much can be kept besides what is pinned."""
         return self.pinned_bytes + num_bytes <= self.capacity_bytes

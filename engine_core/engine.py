@@ -233,7 +233,7 @@ class EngineCore:
         self._scheduler.supply_feature(request_id, key, inputs, error)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> PrefixCacheReset:
-        """Forget every cached prefix; nothing changes while a running request holds blocks.
+        """Forget every cached prefix, and what was made of pictures; nothing changes while a request holds blocks.
 
         With `reset_running_requests` those are preempted first (and computed again later), so it always succeeds.
         """
@@ -241,8 +241,11 @@ class EngineCore:
             self._scheduler.preempt_all()
         kv = self._scheduler.kv
         num_cached_blocks = kv.pool.num_cached_blocks
+        is_reset = kv.reset_prefix_cache()
+        if is_reset and self._features is not None:
+            self._features.cache.clear()
         return PrefixCacheReset(
-            num_dropped_blocks=num_cached_blocks if kv.reset_prefix_cache() else 0,
+            num_dropped_blocks=num_cached_blocks if is_reset else 0,
             num_blocks_in_use=kv.pool.num_blocks - kv.pool.num_free_blocks,
         )
 

@@ -61,6 +61,11 @@ class EncoderCacheMachine(RuleBasedStateMachine):
             self.kept.remove(entry)
             self.kept.append(entry)
 
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        self.kept = [entry for entry in self.kept if entry[2]]
+
     @invariant()
     def agrees(self) -> None:
         assert [key for key in range(8) if key in self.cache] == sorted(entry[0] for entry in self.kept)

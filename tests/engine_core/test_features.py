@@ -129,6 +129,19 @@ class TestWhatIsEncodedAndAskedFor:
         run(engine, again, add=False)
         assert engine.runner.encoded == [CAT]
 
+    def test_a_reset_forgets_what_was_made_of_pictures_too(self):
+        engine = make_engine(max_num_batched_tokens=12)
+        first = make_request([TEXT, CAT, TEXT])
+        engine.add_request(first)
+        supply(engine, [first])
+        engine.step()
+        assert not engine.reset_prefix_cache().is_done, "it computes with its picture"
+        assert engine.stats().encoder_cache_used_bytes > 0
+        assert engine.reset_prefix_cache(reset_running_requests=True).is_done
+        assert engine.stats().encoder_cache_used_bytes == 0
+        run(engine, first, add=False)
+        assert engine.runner.encoded == [CAT, CAT]
+
     def test_what_the_encoder_cache_has_is_neither_asked_for_nor_encoded(self):
         engine = make_engine()
         run(engine, make_request([TEXT, CAT, TEXT]))
