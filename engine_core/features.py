@@ -268,7 +268,11 @@ class FeatureManager:
         except Exception as error:
             self.inputs.reject(request, feature.key)
             if isinstance(error, ValueError):
-                logger.warning("encode_refused request=%s reason=%r", request.output_id, str(error))
+                # No traceback for what clients do, unless one is looked for.
+                is_debugging = logger.isEnabledFor(logging.DEBUG)
+                logger.warning(
+                    "encode_refused request=%s reason=%r", request.output_id, str(error), exc_info=is_debugging
+                )
                 raise FeatureError(request, _invalid(request, feature, str(error))) from error
             logger.exception("encode_failed request=%s rows=%d", request.output_id, feature.num_embeds)
             reason = f"{_name(request, feature)}: the encoder failed: {type(error).__name__}: {error}"

@@ -60,13 +60,14 @@ class PictureEncoder:
 
         Raises:
             ValueError: the inputs are not those of this feature, or not numbers the tower can compute with.
+            RuntimeError, MemoryError: the machine has no room for it, or failed.
         """
         tensors = self._tensors(feature, inputs)
         try:
             output = self._owner.get_image_features(**tensors, return_dict=True)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # whatever a tower raises for shapes it does not expect
+            if _is_the_machines(error):
+                raise
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
             raise ValueError(f"the vision tower cannot compute {shapes}: {error}") from error
         layers = getattr(output, "deepstack_features", None) or ()
@@ -109,6 +110,14 @@ class PictureEncoder:
             )
         # A copy: a view would keep all that the tower computed.
         return rows.to(self._embeddings.weight.dtype, copy=True)
+
+
+def _is_the_machines(error: Exception) -> bool:
+    """Whether no other inputs would have helped: there was no memory, or the device failed."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    # What torch raises on a CPU is of no kind of its own.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _num_deepstack(model: Any, config: Any) -> int:

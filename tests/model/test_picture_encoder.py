@@ -102,6 +102,25 @@ def test_garbage_is_refused(changes: dict[str, Any], reason: str, llava: Any) ->
     assert runner.encode(feature, inputs).rows.isfinite().all()
 
 
+def no_memory_on_a_cpu() -> None:
+    torch.empty(1 << 50)
+
+
+def no_memory_in_numpy() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("fail", [no_memory_on_a_cpu, no_memory_in_numpy])
+def test_what_the_machine_cannot_do_is_not_the_pictures_fault(
+    fail: Callable[[], None], llava: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, feature, inputs = llava
+    monkeypatch.setattr(runner._pictures.encoder._owner, "get_image_features", lambda **_: fail())
+    with pytest.raises((RuntimeError, MemoryError)) as failed:
+        runner.encode(feature, inputs)
+    assert not isinstance(failed.value, ValueError)
+
+
 @pytest.mark.parametrize("grid", [(1, 2, 24), (1, 10**9, 10**9), (-1, -6, 8)], ids=str)
 def test_another_layout_than_the_announced_is_refused_before_it_is_computed_with(
     grid: tuple[int, ...], qwen3: Any
