@@ -202,7 +202,7 @@ def test_text_is_text(served: Served) -> None:
         ({"messages": [{"role": "user", "content": f"a {IMAGE_TOKEN}"}]}, "messages[0].content"),
         ({"messages": [user(image(RED), f"{IMAGE_TOKEN}")]}, "messages[0].content[1]"),
         ({"messages": [user("<|video_pad|>")]}, "messages[0].content[0]"),
-        ({"messages": [user("<|image", "_pad|>")]}, "messages"),
+        ({"messages": [user("<|image", "_pad|>")]}, "messages[0].content"),
         ({"messages": [user("hi")], "chat_template_kwargs": {"x": [IMAGE_TOKEN]}}, "chat_template_kwargs"),
     ],
 )
