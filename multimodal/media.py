@@ -37,7 +37,8 @@ class MediaPolicy:
       this host alone, `*.example.com` every host below it (without itself). They must be public like all others: a name
       that resolves to a private address is refused even if it stands here.
     - `any_public_host`: fetch from all hosts with public addresses.
-    - `max_fetches`: at the same time; further ones wait. With `max_bytes` it bounds what they hold.
+    - `max_fetches`: at the same time, a quarter of them from one host; further ones wait. With `max_bytes` it bounds
+      what they hold.
 
     Raises ValueError for a domain that is none, a folder that is none, or a limit that is not positive.
     """

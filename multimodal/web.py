@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from ipaddress import ip_address
+from weakref import WeakValueDictionary
 
 import httpcore
 import httpx
@@ -61,13 +62,18 @@ class WebFetcher:
         self._max_redirects = max_redirects
         self._resolve = resolve or self._ask_system
         self._slots = asyncio.Semaphore(max_fetches)
+        # A slow host must not take all of them.
+        self._max_fetches_per_host = max(1, max_fetches // 4)
+        self._slots_of_host: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         # Not the loop's own threads: names whose servers never answer would hold them for others, too.
         self._resolvers = ThreadPoolExecutor(MAX_RESOLVERS, thread_name_prefix="media-dns")
 
     async def fetch(self, url: str) -> bytes:
         """What a GET of an http(s) URL is answered with. Takes as long as the host likes. Raises MediaError."""
-        async with self._slots:
-            target = self._checked(url)
+        target = self._checked(url)
+        host = _host(target)
+        slots_of_host = self._slots_of_host.setdefault(host, asyncio.Semaphore(self._max_fetches_per_host))
+        async with slots_of_host, self._slots:
             for _ in range(self._max_redirects + 1):
                 answer = await self._get(target)
                 if isinstance(answer, bytes):

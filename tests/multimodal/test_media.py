@@ -284,11 +284,36 @@ async def test_only_so_many_are_fetched_at_once_and_the_others_wait():
         at_once -= 1
         writer.write(http_answer(PICTURE))
 
-    names = Names(good_example=[["127.0.0.1"]])
+    names = Names(good_example=[["127.0.0.1"]], fine_example=[["127.0.0.1"]], new_example=[["127.0.0.1"]])
+    hosts = ("good.example", "fine.example", "new.example")
     async with media_host(count) as host, loader(any_public_host=True, resolve=names, max_fetches=3) as media:
-        urls = [f"http://good.example:{host.port}/{number}" for number in range(9)]
+        urls = [f"http://{hosts[number % 3]}:{host.port}/{number}" for number in range(9)]
         assert await asyncio.gather(*map(media.load, urls)) == [PICTURE] * 9
     assert most == 3
+
+
+async def test_a_slow_host_leaves_turns_to_others():
+    names = Names(slow_example=[["127.0.0.1"]], good_example=[["127.0.0.1"]])
+    never = asyncio.Event()
+    num_asked = 0
+
+    async def never_answer(_writer):
+        nonlocal num_asked
+        num_asked += 1
+        await never.wait()
+
+    async with (
+        media_host(never_answer) as slow,
+        media_host(http_answer(PICTURE)) as good,
+        loader(any_public_host=True, resolve=names, max_fetches=8) as media,
+    ):
+        waiting = [asyncio.create_task(media.load(f"http://slow.example:{slow.port}/{n}")) for n in range(50)]
+        assert await media.load(f"http://good.example:{good.port}/") == PICTURE
+        assert num_asked <= 2
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        never.set()
 
 
 async def test_a_loading_that_is_cancelled_hangs_up_and_frees_its_turn():
