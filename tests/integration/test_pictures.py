@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from tests.tiny_vlms import make_tiny_vlm
 
 RED, NOISE = encoded("red", (48, 48)), encoded("navy", (48, 48), other_pixel=(20, 20))
 FIELDS: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+NUM_TIMED = 11
 FLAGS = ("--served-model-name", "tiny", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "256")
 
 
@@ -60,6 +65,72 @@ def test_each_picture_is_worked_on_once(server: Server) -> None:
     assert counted["prompt_image_tokens_total"] == 5 * 36
     # float32, [patches of a picture, channels × time × patch]
     assert counted["mm_input_bytes_sent_total"] == 2 * (144 * 3 * 2 * 4 * 4 * 4 + 3 * 8)
+
+
+def counts(server: Server) -> dict[str, float]:
+    """Everything that was done to pictures, by whatever stage, and for how many."""
+    return {
+        name: value
+        for name, value in metrics(server).items()
+        if name.startswith(("mm_", "encoder_")) and name.endswith("_total")
+    }
+
+
+def ask_for_one_token(server: Server, content: bytes, salt: str | None, said: str = "what is this?") -> dict[str, Any]:
+    """The usage."""
+    body = {"messages": [user(image(content), said)], "max_tokens": 1, "cache_salt": salt}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    return answer.raise_for_status().json()["usage"]  # type: ignore[no-any-return]
+
+
+def test_what_another_tenant_sent_is_worked_on_as_if_it_were_new(server: Server) -> None:
+    def cost(content: bytes, salt: str | None, said: str = "what is this?") -> dict[str, float]:
+        before = counts(server)
+        usage = ask_for_one_token(server, content, salt, said)
+        after = counts(server)
+        return {name: after[name] - before[name] for name in after} | usage["prompt_tokens_details"]
+
+    seen, unseen = (encoded(color, (64, 48)) for color in ("olive", "teal"))
+    new = cost(seen, "a")
+    assert new["cached_tokens"] == 0
+    stages = ("mm_decodes_total", "mm_processor_calls_total", "mm_inputs_sent_total", "encoder_calls_total")
+    assert [new[stage] for stage in stages] == [1, 1, 1, 1]
+    assert [new[f"{name}_hits_total"] for name in ("mm_file", "mm_cache", "encoder_cache")] == [0, 0, 0]
+    assert cost(unseen, "a") == new
+    for salt in ("b", None, "A"):
+        assert cost(seen, salt) == new
+    # To the tenant itself it is not new, also where the KV cache does not help.
+    for said in ("what is this?", "And this: "):
+        again = cost(seen, "a", said)
+        assert [again[stage] for stage in stages] == [0, 0, 0, 0]
+        assert again["mm_file_hits_total"] == 1
+
+
+def test_what_another_tenant_sent_comes_no_faster_than_what_is_new(server: Server) -> None:
+    """Pictures so large that it shows. Every question is asked by turns, so what slows one down slows down all."""
+    rng = random.Random(0)
+    colors = [rng.randbytes(3) for _ in range(2 * NUM_TIMED + 2)]
+    pictures = [encoded(tuple(color), (1400, 1400)) for color in colors]
+    took_s: dict[str, list[float]] = {"new": [], "a stranger's": [], "one's own": []}
+    for n in range(NUM_TIMED + 1):
+        seen, unseen = pictures[2 * n : 2 * n + 2]
+        ask_for_one_token(server, seen, "first")
+        # Tenants of whom the server knows nothing, not even a size.
+        asking: list[tuple[str, Callable[[], object]]] = [
+            ("new", partial(ask_for_one_token, server, unseen, f"new {n}")),
+            ("a stranger's", partial(ask_for_one_token, server, seen, f"strange {n}")),
+            ("one's own", partial(ask_for_one_token, server, seen, "first")),
+        ]
+        rng.shuffle(asking)
+        for whose, ask in asking:
+            started_s = time.perf_counter()
+            ask()
+            if n:  # the first round warms up
+                took_s[whose].append(time.perf_counter() - started_s)
+    median_s = {whose: statistics.median(times_s) for whose, times_s in took_s.items()}
+    # That it would show: what is skipped for a tenant's own is most of the time.
+    assert median_s["one's own"] < 0.6 * median_s["new"], median_s
+    assert median_s["a stranger's"] > 0.8 * median_s["new"], median_s
 
 
 def test_the_http_process_has_no_torch(server: Server) -> None:
