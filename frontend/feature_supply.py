@@ -94,9 +94,6 @@ class FeatureSupply:
             if reason.code == "internal":
                 logger.warning("feature_inputs_failed request_id=%r", wanted.request_id, exc_info=error)
             await self._send(session, SupplyFeature(wanted.request_id, wanted.key, error=reason))
-        else:
-            self.num_features += 1
-            self.num_bytes += sum(array.nbytes for array in inputs.values())
 
     async def _inputs(self, wanted: WantedFeature) -> Mapping[str, np.ndarray]:
         if (source := self._sources.get(wanted.request_id)) is None:
@@ -116,6 +113,10 @@ class FeatureSupply:
             # Of neither does the socket tell anybody.
             while (delivery := session.send_large(message)) is None:  # noqa: ASYNC110
                 await asyncio.sleep(_RETRY_S)
+            # Now, since the engine may be done with the request before we look again.
+            if message.error is None:
+                self.num_features += 1
+                self.num_bytes += sum(array.nbytes for array in message.inputs.values())
             while not delivery.done:  # noqa: ASYNC110
                 await asyncio.sleep(_RETRY_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import zmq.asyncio
 
 from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
-from frontend.feature_supply import FeatureError
+from frontend.feature_supply import FeatureError, FeatureSupply
 from ipc.codec import encode
 from ipc.messages import (
     AbortRequests,
@@ -107,6 +108,21 @@ async def test_what_is_wanted_is_sent(client: EngineClient, session: Engine) -> 
     assert pictures.asked == {CAT: 1, DOG: 2}
     await until(lambda: client.num_features_supplied == 3)
     assert client.num_feature_bytes_supplied == 3 * 4096
+
+
+async def test_what_was_sent_counts_though_the_request_is_over_before_anybody_looks() -> None:
+    class Session:
+        def send_large(self, message: SupplyFeature) -> SimpleNamespace:
+            sent.set()
+            return SimpleNamespace(done=False)
+
+    sent = asyncio.Event()
+    supply = FeatureSupply()
+    supply.promise("r", Pictures())
+    supply.answer(Session(), WantedFeature("r", CAT))  # type: ignore[arg-type]
+    await asyncio.wait_for(sent.wait(), 20)
+    supply.forget("r")
+    assert (supply.num_features, supply.num_bytes) == (1, 4096)
 
 
 async def test_what_nobody_wants_is_neither_prepared_nor_sent(client: EngineClient, session: Engine) -> None:
