@@ -17,14 +17,13 @@ import psutil
 import pytest
 
 from tests.integration.served import Server, foreword_serve
+from tests.integration.soaking import CHILDREN, LIVENESS_S, idle, replaced
 from tests.tiny_models import make_tiny_chat_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 32
 POOL_TOKENS = BLOCK_SIZE * NUM_BLOCKS
 NUM_WORKERS = 6
 MAX_TOKENS = 40
-LIVENESS_S = 60.0
-CHILDREN = ("engine_core.server", "frontend.http_process")
 
 WORDS = "The lighthouse keeper wrote down every ship that passed and read the older pages aloud".split()
 
@@ -141,45 +140,11 @@ class Load:
         return " ".join([*beginning, *self.rng.choices(WORDS, k=self.rng.randint(0, 20))])
 
 
-async def idle(server: Server) -> None:
-    """Returns when nothing is in flight, and checks that every block is free: one request has them all."""
-    async with asyncio.timeout(LIVENESS_S), httpx.AsyncClient(base_url=server.url, timeout=LIVENESS_S) as http:
-        while not await is_idle(http):  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.1)
-        body = {"prompt": [5], "max_tokens": POOL_TOKENS - 1, "ignore_eos": True}
-        answer = (await http.post("/v1/completions", json=body)).raise_for_status().json()
-        assert answer["usage"]["total_tokens"] == POOL_TOKENS
-
-
-async def is_idle(http: httpx.AsyncClient) -> bool:
-    try:
-        health = (await http.get("/health")).json()
-    except httpx.TransportError:
-        return False
-    return health["status"] == "ready" and health["num_requests"] == 0
-
-
 def sizes(server: Server) -> dict[str, tuple[int, int]]:
     """Memory in bytes and open files, by process."""
     processes = {module: server.child(module) for module in CHILDREN}
     processes["supervisor"] = psutil.Process(server.process.pid)
     return {name: (process.memory_info().rss, process.num_fds()) for name, process in processes.items()}
-
-
-async def replaced(server: Server, module: str) -> None:
-    """Kill the child and wait for the next one to answer."""
-    server.child(module).kill()
-    await asyncio.sleep(0.5)
-    async with asyncio.timeout(LIVENESS_S), httpx.AsyncClient(base_url=server.url, timeout=LIVENESS_S) as http:
-        while not await is_ready(http):  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.1)
-
-
-async def is_ready(http: httpx.AsyncClient) -> bool:
-    try:
-        return (await http.get("/health")).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -191,23 +156,23 @@ async def test_nothing_is_left_of_mixed_load_with_kills(
     server: Server, kill_every_s: float, num_kills: int, calm_s: float
 ) -> None:
     load = Load(server.url, random.Random(0))
-    await idle(server)
+    await idle(server, POOL_TOKENS)
     at_first = sizes(server)
     async with load.running():
         for n in range(num_kills):
             await asyncio.sleep(kill_every_s)
             await replaced(server, CHILDREN[n % 2])
     assert load.outcomes.total() > sum(n for outcome, n in load.outcomes.items() if outcome.startswith("failed"))
-    await idle(server)
+    await idle(server, POOL_TOKENS)
     # What has been started anew gets warm first.
     async with load.running():
         await asyncio.sleep(calm_s / 2)
-    await idle(server)
+    await idle(server, POOL_TOKENS)
     before = sizes(server)
     load.outcomes.clear()
     async with load.running():
         await asyncio.sleep(calm_s)
-    await idle(server)
+    await idle(server, POOL_TOKENS)
     after = sizes(server)
     # Nobody kills anything: nothing fails.
     assert set(load.outcomes) == {"whole", "streamed", "left"}

@@ -1,0 +1,46 @@
+"""What soak tests of a `foreword serve` share: its children die and come back, and at last nothing is left in it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+from tests.integration.served import Server
+
+LIVENESS_S = 60.0
+CHILDREN = ("engine_core.server", "frontend.http_process")
+
+
+async def replaced(server: Server, module: str) -> None:
+    """Kill the child and wait for the next one to answer."""
+    server.child(module).kill()
+    await asyncio.sleep(0.5)
+    async with asyncio.timeout(LIVENESS_S), httpx.AsyncClient(base_url=server.url, timeout=LIVENESS_S) as http:
+        while not await _is_ready(http):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.1)
+
+
+async def idle(server: Server, pool_tokens: int) -> None:
+    """Returns when nothing is in flight, and checks that every block is free: one request has them all."""
+    async with asyncio.timeout(LIVENESS_S), httpx.AsyncClient(base_url=server.url, timeout=LIVENESS_S) as http:
+        while not await _is_idle(http):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.1)
+        body = {"prompt": [5], "max_tokens": pool_tokens - 1, "ignore_eos": True}
+        answer = (await http.post("/v1/completions", json=body)).raise_for_status().json()
+        assert answer["usage"]["total_tokens"] == pool_tokens
+
+
+async def _is_idle(http: httpx.AsyncClient) -> bool:
+    try:
+        health = (await http.get("/health")).json()
+    except httpx.TransportError:
+        return False
+    return bool(health["status"] == "ready" and health["num_requests"] == 0)
+
+
+async def _is_ready(http: httpx.AsyncClient) -> bool:
+    try:
+        return (await http.get("/health")).status_code == 200
+    except httpx.TransportError:
+        return False
