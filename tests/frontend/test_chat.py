@@ -193,11 +193,13 @@ class Terminal:
 
     def interrupt(self, text: str) -> None:
         """Ctrl-C until `text` is shown. Python notices one that comes just before it waits for keys only then."""
-        deadline_s = time.monotonic() + LIVENESS_S
-        while text not in self._unread:
-            assert time.monotonic() < deadline_s, self._unread
+        for _ in range(20):
             os.write(self._master, b"\x03")
-            self._read(1.0)
+            heard_s = time.monotonic() + LIVENESS_S / 20
+            while text not in self._unread and time.monotonic() < heard_s:
+                self._read(0.5)
+            if text in self._unread:
+                break
         self.until(text)
 
     def until(self, text: str) -> str:
