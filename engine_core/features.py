@@ -269,10 +269,8 @@ class FeatureManager:
             self.inputs.reject(request, feature.key)
             if isinstance(error, ValueError):
                 # No traceback for what clients do, unless one is looked for.
-                is_debugging = logger.isEnabledFor(logging.DEBUG)
-                logger.warning(
-                    "encode_refused request=%s reason=%r", request.output_id, str(error), exc_info=is_debugging
-                )
+                logger.warning("encode_refused request=%s reason=%r", request.output_id, str(error))
+                logger.debug("encode_refused_at request=%s", request.output_id, exc_info=True)
                 raise FeatureError(request, _invalid(request, feature, str(error))) from error
             logger.exception("encode_failed request=%s rows=%d", request.output_id, feature.num_embeds)
             reason = f"{_name(request, feature)}: the encoder failed: {type(error).__name__}: {error}"
