@@ -191,14 +191,16 @@ def follow_up(random: Random, scene: Scene, before: Question) -> Question | None
 
 
 def talk(random: Random, scene: Scene) -> Question:
-    """What needs no picture: small talk, other topics, and questions about a picture that was not sent (`scene`)."""
-    kind = random.random()
-    if kind < 0.4:
-        texts, answer = random.choice(_SMALL_TALK)
-        return Question("small talk", random.choice(texts), answer)
-    if kind < 0.75:
-        text = random.choice(_OFF_TOPIC).format(
-            t=random.choice(_TOPICS), a=random.randrange(100), b=random.randrange(100)
-        )
-        return Question("other topics", casual(random, text), REFUSAL)
+    """What is said before there is a picture: small talk, other topics, and questions about one all the same."""
+    if random.random() < 0.75:
+        return about_no_picture(random)
     return Question("no picture", ask(random, scene).text, NO_PICTURE)
+
+
+def about_no_picture(random: Random) -> Question:
+    """Small talk, and other topics."""
+    if random.random() < 0.53:
+        texts, answer = random.choice(_SMALL_TALK)
+        return Question("small talk", casual(random, random.choice(texts)), answer)
+    text = random.choice(_OFF_TOPIC).format(t=random.choice(_TOPICS), a=random.randrange(100), b=random.randrange(100))
+    return Question("other topics", casual(random, text), REFUSAL)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .chats import ask_about_two, follow_up, talk
+from .chats import about_no_picture, ask_about_two, follow_up, talk
 from .drawing import NUM_PATCHES
 from .model import ASSISTANT, BOS, END, IMAGE, USER
 from .questions import KINDS_OF_QUESTION, Question, ask
@@ -49,6 +49,12 @@ def held_out_cases(pictures: Pictures, per_kind: int) -> list[Case]:
     for _ in range(per_kind):
         question = talk(random, random.choice(scenes))
         cases.append(Case(question.kind, (), (), question))
+        # The same kinds later in a chat, and beside a picture.
+        before, question = talk(random, random.choice(scenes)), talk(random, random.choice(scenes))
+        cases.append(Case(f"second turn: {question.kind}", (), (before,), question))
+        cases.append(
+            Case("small talk beside a picture", (random.randrange(len(scenes)),), (), about_no_picture(random))
+        )
     return cases
 
 

@@ -467,4 +467,4 @@ _ASKERS: dict[str, Asker] = {
 }
 KINDS_OF_QUESTION = tuple(_ASKERS)
 # What is harder to learn is asked more often.
-_WEIGHTS = (4.0, 4.0, 2.0, 2.5, 2.5, 4.0, 2.5, 2.0, 4.0, 5.0, 3.0, 4.0, 5.0, 3.0)
+_WEIGHTS = (3.0, 3.0, 1.5, 2.5, 2.5, 4.0, 2.5, 1.5, 6.0, 8.0, 5.0, 7.0, 5.0, 3.0)

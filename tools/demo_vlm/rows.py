@@ -13,7 +13,7 @@ from random import Random
 
 import numpy as np
 
-from .chats import SYSTEM_PROMPTS, ask_about_two, follow_up, talk
+from .chats import SYSTEM_PROMPTS, about_no_picture, ask_about_two, follow_up, talk
 from .drawing import NUM_PATCHES
 from .model import ASSISTANT, BOS, END, IMAGE, SYSTEM, USER
 from .questions import Question, ask
@@ -55,9 +55,9 @@ class RowMaker:
         while ROW_TOKENS - len(row.token_ids) >= _SHORTEST_GROUP:
             kind = random.random()
             room = ROW_TOKENS - len(row.token_ids)
-            if room < NUM_PATCHES + 2 * _LONGEST_TURN or kind < 0.05:
+            if room < NUM_PATCHES + _LONGEST_TURN or kind < 0.03:
                 self._add_talk(random, row)
-            elif kind < 0.55 or room < 2 * NUM_PATCHES + 2 * _LONGEST_TURN:
+            elif kind < 0.55 or room < 2 * NUM_PATCHES + _LONGEST_TURN:
                 self._add_questions(random, row)
             elif kind < 0.68:
                 self._add_chat(random, row)
@@ -68,8 +68,10 @@ class RowMaker:
     def _add_talk(self, random: Random, row: Row) -> None:
         group = _Group(row)
         group.begin([BOS, *self._system(random), USER])
-        question = talk(random, random.choice(self._scenes))
-        group.way(*self._turn(question))
+        turns = [talk(random, random.choice(self._scenes)) for _ in range(random.choice((1, 1, 2, 3)))]
+        # All that fits: a chat's first turns are a chat, too.
+        while turns and not group.way(*self._turns(turns)):
+            turns.pop()
 
     def _add_questions(self, random: Random, row: Row) -> None:
         picture = random.randrange(len(self._scenes))
@@ -86,7 +88,8 @@ class RowMaker:
         group.picture(picture)
         # Not all that fit: other pictures teach more than the tenth question about this one.
         for _ in range(random.randint(3, 8)):
-            if not group.way(*self._turn(ask(random, scene))):
+            question = about_no_picture(random) if random.random() < 0.06 else ask(random, scene)
+            if not group.way(*self._turn(question)):
                 return
 
     def _add_chat(self, random: Random, row: Row) -> None:
@@ -94,18 +97,19 @@ class RowMaker:
         scene = self._scenes[picture]
         group = _Group(row)
         group.begin([BOS, *self._system(random), USER])
+        if random.random() < 0.3:
+            # Somebody says hello before they show something.
+            ids, labels = self._turn(talk(random, scene))
+            group.extend([*ids, USER], [*labels, NOT_LEARNT])
         group.picture(picture)
         for _ in range(2):
             questions = [ask(random, scene, "colour") if random.random() < 0.4 else ask(random, scene)]
             for _ in range(random.randint(1, 3)):
                 then = follow_up(random, scene, questions[-1]) if random.random() < 0.7 else None
+                if then is None and random.random() < 0.15:
+                    then = about_no_picture(random)
                 questions.append(then or ask(random, scene))
-            ids, labels = self._turn(questions[0])
-            for question in questions[1:]:
-                more_ids, more_labels = self._turn(question)
-                ids += [USER, *more_ids]
-                labels += [NOT_LEARNT, *more_labels]
-            if not group.way(ids, labels):
+            if not group.way(*self._turns(questions)):
                 return
 
     def _add_two_pictures(self, random: Random, row: Row) -> None:
@@ -133,6 +137,14 @@ class RowMaker:
         if random.random() > 0.1:
             return []
         return [SYSTEM, *self.tokens(random.choice(SYSTEM_PROMPTS)), END]
+
+    def _turns(self, questions: list[Question]) -> tuple[list[int], list[int]]:
+        ids, labels = self._turn(questions[0])
+        for question in questions[1:]:
+            more_ids, more_labels = self._turn(question)
+            ids += [USER, *more_ids]
+            labels += [NOT_LEARNT, *more_labels]
+        return ids, labels
 
     def _turn(self, question: Question) -> tuple[list[int], list[int]]:
         asked = self.tokens(question.text)
