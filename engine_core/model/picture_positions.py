@@ -36,7 +36,8 @@ class PicturePositions:
     def __init__(self, owner: Any, config: Any) -> None:
         self._get_rope_index = owner.get_rope_index
         self._merge_size = merge_size(config)
-        self._tables: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
+        # With how far tokens after the pictures are from their places.
+        self._tables: WeakKeyDictionary[Request, tuple[np.ndarray, int]] = WeakKeyDictionary()
 
     @staticmethod
     def are_used_by(owner: Any) -> bool:
@@ -82,18 +83,19 @@ class PicturePositions:
             return np.broadcast_to(places, (3, len(places)))
         # Continuations share their prompt's.
         request = item.request.parent or item.request
-        table = self._tables.get(request)
-        if table is None:
-            table = self._tables[request] = self._table(request.features)
+        known = self._tables.get(request)
+        if known is None:
+            known = self._tables[request] = self._table(request.features)
+        table, delta = known
         num_known = min(max(table.shape[1] - item.start, 0), item.num_tokens)
-        after_pictures = places[num_known:] + (table.max() + 1 - table.shape[1])
+        after_pictures = places[num_known:] + delta
         return np.concatenate(
             [table[:, item.start : item.start + num_known], np.broadcast_to(after_pictures, (3, len(after_pictures)))],
             axis=1,
         )
 
-    def _table(self, features: Sequence[MultimodalFeature]) -> np.ndarray:
-        """`[3, end of the last picture]`."""
+    def _table(self, features: Sequence[MultimodalFeature]) -> tuple[np.ndarray, int]:
+        """Positions `[3, end of the last picture]`, and what is added to the place of a token after it."""
         types = torch.full((1, features[-1].end), _TEXT)
         for feature in features:
             types[0, feature.start : feature.end] = _PICTURE
@@ -101,4 +103,5 @@ class PicturePositions:
         positions, _ = self._get_rope_index(
             input_ids=torch.zeros_like(types), mm_token_type_ids=types, **{_GRID: grids}
         )
-        return positions[:, 0].numpy()
+        table = positions[:, 0].numpy()
+        return table, int(table.max()) + 1 - table.shape[1]
