@@ -7,8 +7,9 @@ import mimetypes
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.filesize import decimal
+
 MAX_FILE_BYTES = 64 << 20
-_UNITS = ("bytes", "kB", "MB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,7 @@ class Attachment:
     num_bytes: int
 
     def __str__(self) -> str:
-        size, unit = float(self.num_bytes), 0
-        while size >= 1000 and unit < len(_UNITS) - 1:
-            size, unit = size / 1000, unit + 1
-        return f"{self.name} ({size:.3g} {_UNITS[unit]})"
+        return f"{self.name} ({decimal(self.num_bytes)})"
 
     def part(self) -> dict[str, object]:
         """As a part of a message of the OpenAI API."""
