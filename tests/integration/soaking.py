@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import httpx
 
@@ -10,6 +12,24 @@ from tests.integration.served import Server
 
 LIVENESS_S = 60.0
 CHILDREN = ("engine_core.server", "frontend.http_process")
+NUM_WORKERS = 6
+
+
+@asynccontextmanager
+async def working(work: Callable[[asyncio.Event], Awaitable[None]]) -> AsyncIterator[None]:
+    """While inside, workers do `work` until its event is set; at the end what they do is finished first."""
+    ending = asyncio.Event()
+
+    async def worker() -> None:
+        await work(ending)
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(NUM_WORKERS):
+            workers.create_task(worker())
+        try:
+            yield
+        finally:
+            ending.set()
 
 
 async def replaced(server: Server, module: str) -> None:

@@ -7,8 +7,7 @@ import json
 import random
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +17,12 @@ import pytest
 
 from tests.frontend.picture_app import encoded, image, user
 from tests.integration.served import Server, foreword_serve
-from tests.integration.soaking import CHILDREN, LIVENESS_S, idle, replaced
+from tests.integration.soaking import CHILDREN, LIVENESS_S, idle, replaced, working
 from tests.tiny_vlms import make_tiny_vlm
 
 CHAT = "/v1/chat/completions"
 BLOCK_SIZE, NUM_BLOCKS = 16, 32
 POOL_TOKENS = BLOCK_SIZE * NUM_BLOCKS
-NUM_WORKERS = 6
 MAX_TOKENS = 12
 BYTES_OF_A_ROW = 64 * 4
 # Rounding may decide between two tokens nearer than this.
@@ -89,17 +87,8 @@ class Load:
     outcomes: Counter[str] = field(default_factory=Counter)
     answers: dict[str, list[Token]] = field(default_factory=dict)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """While inside there is load; at the end what runs is finished first."""
-        ending = asyncio.Event()
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(NUM_WORKERS):
-                workers.create_task(self._work(ending))
-            try:
-                yield
-            finally:
-                ending.set()
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return working(self._work)
 
     async def _work(self, ending: asyncio.Event) -> None:
         kinds = [self._whole, self._whole, self._streamed, self._left_while_it_streams, self._left_early, self._bad]

@@ -6,8 +6,8 @@ import asyncio
 import random
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ import psutil
 import pytest
 
 from tests.integration.served import Server, foreword_serve
-from tests.integration.soaking import CHILDREN, LIVENESS_S, idle, replaced
+from tests.integration.soaking import CHILDREN, LIVENESS_S, idle, replaced, working
 from tests.tiny_models import make_tiny_chat_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 32
 POOL_TOKENS = BLOCK_SIZE * NUM_BLOCKS
-NUM_WORKERS = 6
 MAX_TOKENS = 40
 
 WORDS = "The lighthouse keeper wrote down every ship that passed and read the older pages aloud".split()
@@ -58,17 +57,8 @@ class Load:
     rng: random.Random
     outcomes: Counter[str] = field(default_factory=Counter)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """While inside there is load; at the end what runs is finished first."""
-        ending = asyncio.Event()
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(NUM_WORKERS):
-                workers.create_task(self._work(ending))
-            try:
-                yield
-            finally:
-                ending.set()
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return working(self._work)
 
     async def _work(self, ending: asyncio.Event) -> None:
         kinds = [self._whole, self._streamed, self._left_while_it_streams, self._left_before_it_is_answered]
