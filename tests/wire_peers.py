@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 
 from engine_core.config import EngineConfig
@@ -56,6 +57,14 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Not a zombie, which whoever inherited it may leave for as long as it likes."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def is_idle(engine: EngineCore) -> bool:

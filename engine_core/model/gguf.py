@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the same file should come out differently.
 CONVERSION_VERSION = 1
+
+_ENDING_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 # Names that `tokenizer.ggml.pre` has for the two splits that a plain byte-level tokenizer can mean.
 _DIGIT_SPLITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
@@ -92,24 +95,37 @@ def _locked(lock_path: Path) -> Iterator[None]:
 
 def _convert_apart(weights: Path, directory: Path) -> None:
     arguments = [sys.executable, "-m", __name__, str(weights.absolute()), str(directory.absolute())]
-    # The pipe to its standard input tells the child when we are gone; a terminal's Ctrl-C is ours to pass on.
-    with subprocess.Popen(
-        arguments,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, SUPERVISED_ENV: "1"},
-        start_new_session=True,
-    ) as child:
-        try:
-            assert child.stdout is not None
-            reason = child.stdout.read().strip()
-            status = child.wait()
-        except BaseException:
-            child.kill()
-            raise
+    child = None
+    try:
+        # The pipe to its standard input tells the child when we are gone; a terminal's Ctrl-C is ours to pass on.
+        with _no_signals():
+            child = subprocess.Popen(
+                arguments,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, SUPERVISED_ENV: "1"},
+                start_new_session=True,
+            )
+        assert child.stdout is not None
+        reason = child.stdout.read().strip()
+        status = child.wait()
+    finally:
+        if child is not None:
+            with child:
+                child.kill()
     if status:
         raise GgufConversionError(reason or f"the conversion ended with status {status}")
+
+
+@contextmanager
+def _no_signals() -> Iterator[None]:
+    """They come afterwards: a child whose making is interrupted would be nobody's to end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _convert(weights: Path, directory: Path) -> None:
@@ -202,6 +218,8 @@ def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int]:
 
 def main() -> None:
     """Convert the file given into the directory given; a reason for not doing so goes to standard output."""
+    # Whoever made us held them back meanwhile, and a child inherits that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
     configure_logging("convert")
     exit_with_supervisor()
     try:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from engine_core import EngineConfig
@@ -24,7 +23,7 @@ from ipc.key_files import load_key_pair, load_public_key, write_key_set
 from ipc.process import STARTUP_FAILURE_EXIT_CODE
 from tests.fake_runner import continuation
 from tests.fake_supervisor import POLICY
-from tests.wire_peers import ROOT, free_tcp_endpoint, private_endpoint, request, wait_until
+from tests.wire_peers import ROOT, free_tcp_endpoint, is_alive, private_endpoint, request, wait_until
 
 
 class Supervised:
@@ -72,10 +71,6 @@ class Supervised:
         for pid in self.pids("engine") + self.pids("http"):
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-
-
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
