@@ -289,7 +289,7 @@ class FrontendLink:
             frontend.backlog.clear()
             frontend.last_heard_s = time.monotonic()
             frontend.expected = sequence + 1
-        self._enqueue(frontend, Welcome(self._capabilities))
+        self._enqueue(frontend, Welcome(self._capabilities, sequence))
         self._enqueue(frontend, self._heartbeat(frontend))
 
     def _announce_drain(self) -> None:

@@ -10,7 +10,7 @@ import zmq
 
 from ipc.codec import WireError, encode
 from ipc.messages import EngineMessage, EngineOutputs, RequestOutput
-from ipc.sequence import UNCOUNTED, Verdict, judge
+from ipc.sequence import UNCOUNTED, Verdict, first_sequence, judge
 
 
 class FrontendLostError(Exception):
@@ -34,7 +34,7 @@ class FrontendSession:
     expected: int
     engine_ids: dict[str, str] = field(default_factory=dict)
     backlog: deque[EngineMessage] = field(default_factory=deque)
-    _next_sequence: int = 1
+    _next_sequence: int = field(default_factory=first_sequence)
     # Of the outputs that wait last: which can be added to, and what they weigh.
     _last_outputs: dict[tuple[str, int], RequestOutput] = field(default_factory=dict)
     _last_weight: int = 0

@@ -318,7 +318,8 @@ class EngineClient:
         if isinstance(message, Refused):
             raise _SessionEndedError(f"the engine refused the connection: {message.reason}", telling=True)
         if epoch != session.epoch or not epoch:
-            if isinstance(message, Welcome) and epoch and not session.epoch:
+            begins = epoch and not session.epoch
+            if begins and isinstance(message, Welcome) and message.hello_sequence == session.hello_sequence:
                 self._welcome(session, epoch, sequence, message.capabilities)
             else:
                 self.drops.add("stale_epoch", f"message of epoch {epoch}, the session's is {session.epoch}")

@@ -14,7 +14,7 @@ import zmq.asyncio
 from ipc.codec import Buffer, encode
 from ipc.curve import HANDSHAKE_FAILURES, FrontendKeys
 from ipc.messages import FrontendMessage, Goodbye, SupplyFeature
-from ipc.sequence import UNCOUNTED, Verdict, judge
+from ipc.sequence import UNCOUNTED, Verdict, first_sequence, judge
 from ipc.sockets import make_dealer
 
 T = TypeVar("T")
@@ -32,7 +32,8 @@ def _now(awaitable: Awaitable[T]) -> T:
 class EngineSession:
     """One socket to one engine, from connecting to closing.
 
-    `epoch` is 0 until the engine has answered; `expected` is the number that its next message must have then.
+    `hello_sequence` is the number of the first message, `Hello`. `epoch` is 0 until the engine has answered it;
+    `expected` is the number that its next message must have then.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class EngineSession:
             raise
         self.epoch = 0
         self.expected = 0
-        self._next_sequence = 1
+        self.hello_sequence = self._next_sequence = first_sequence()
         self.last_heard_s = time.monotonic()
 
     def send(self, message: FrontendMessage) -> bool:

@@ -232,9 +232,13 @@ class Hello(Struct, array_like=True, tag="hello", frozen=True):
 
 
 class Welcome(Struct, array_like=True, tag="welcome", frozen=True):
-    """Engine → frontend: the header's epoch is the one to use from now on."""
+    """Engine → frontend: the header's epoch is the one to use from now on.
+
+    `hello_sequence` is the number of the `Hello` this answers; an answer to any other opens no session.
+    """
 
     capabilities: EngineCapabilities
+    hello_sequence: int
 
 
 class Refused(Struct, array_like=True, tag="refused", frozen=True):

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-import msgspec
 import zmq.asyncio
 
 from ipc.codec import Decoder, encode
@@ -25,6 +24,7 @@ class BareEngine:
         self.router = bind_router(context, endpoint)
         self.identity = b""
         self.next_sequence = 1
+        self.hello_sequence = 0
 
     async def say(self, *frames: object) -> None:
         await self.router.send_multipart([self.identity, *frames])
@@ -36,11 +36,10 @@ class BareEngine:
 
     async def welcome(self, epoch: int) -> None:
         """Answer the next hello; what was sent to an earlier session is passed over."""
-        body = b""
-        while body != msgspec.msgpack.encode(Hello()):
-            self.identity, _, body, *_ = await self.router.recv_multipart()
+        _, frames = await self.hear(Hello)
+        self.hello_sequence = Decoder[FrontendMessage](FrontendMessage).decode(frames).sequence
         self.next_sequence = 1
-        await self.tell(Welcome(CAPABILITIES), epoch)
+        await self.tell(Welcome(CAPABILITIES, self.hello_sequence), epoch)
 
     async def hear(self, kind: type[MessageT]) -> tuple[MessageT, list[bytes]]:
         """The next message of this kind, others are passed over, and the frames it came in."""

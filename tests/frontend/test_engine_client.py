@@ -382,7 +382,7 @@ async def test_any_number_of_malformed_messages_does_no_harm(endpoint: str, num_
     messages = [
         Heartbeat(),
         Goodbye(),
-        Welcome(CAPABILITIES),
+        Welcome(CAPABILITIES, 1),
         Refused("no"),
         WantFeatures([WantedFeature("r", key_of("cat")), WantedFeature("r", key_of("horse"))]),
         EngineOutputs([RequestOutput("r", [1, 2, 3], 16, "error", error=RequestError("invalid", "bad", "seed"))]),
@@ -444,7 +444,7 @@ async def test_a_message_that_comes_twice_is_taken_once(client: EngineClient, sc
             await scripted.tell(EngineOutputs([RequestOutput("r", [5])]), 1)
             scripted.next_sequence -= 1
             await scripted.tell(EngineOutputs([RequestOutput("r", [5])]), 1)
-            await scripted.say(*encode(Welcome(CAPABILITIES), 1, 1))
+            await scripted.say(*encode(Welcome(CAPABILITIES, scripted.hello_sequence), 1, 1))
             await scripted.tell(EngineOutputs([RequestOutput("r", [7], finish_reason="stop")]), 1)
             assert (await collect(stream))[0] == [5, 7]
         assert client.drops.counts == {"duplicate": 2}
@@ -459,7 +459,7 @@ async def test_an_engine_that_begins_anew_has_given_up_what_was_in_flight(
     await scripted.welcome(1)
     await client.wait_ready(20)
     stream = client.submit(request("r", [1]))
-    await scripted.tell(Welcome(CAPABILITIES), 1)
+    await scripted.tell(Welcome(CAPABILITIES, scripted.hello_sequence), 1)
     with pytest.raises(EngineUnavailableError, match="began the session anew"):
         await anext(stream)
 

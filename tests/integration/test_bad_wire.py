@@ -197,6 +197,34 @@ async def test_one_message_that_does_not_arrive_as_it_was_sent(
         assert drops["lost"] + drops["version"] >= 1
 
 
+@pytest.mark.parametrize("direction", ["to_engine", "to_frontend"])
+async def test_nothing_of_an_earlier_session_passes_for_a_part_of_this_one(
+    engine: EngineCoreServer, proxy: MeddlingProxy, client: EngineClient, direction: Direction
+) -> None:
+    """All that was said in one session is said again before each message of the next between the same two."""
+    earlier: list[Frames] = []
+
+    def remember(way: Direction, frames: Frames) -> list[Frames]:
+        if way == direction:
+            earlier.append(frames)
+        return [frames]
+
+    def repeat(way: Direction, frames: Frames) -> list[Frames]:
+        return [*earlier, frames] if way == direction else [frames]
+
+    proxy.meddle = remember
+    await client.start()
+    assert await outcome(client, pictured("r", ["pig"], 50)) == "finished"
+    # Their engine says goodbye: the client begins anew, and numbers as it did before would fit.
+    proxy.meddle = Replace(Heartbeat, lose_frame)
+    await asyncio.to_thread(wait_until, lambda: client.drops.counts + engine.link.drops.counts)
+    proxy.meddle = repeat
+    for n in range(10):
+        assert await outcome(client, pictured(f"s{n}", [f"picture {n}"], 50)) in {"finished", "failed"}
+    proxy.meddle = None
+    await serves_as_before(client, engine)
+
+
 @pytest.mark.parametrize("seed", range(2))
 async def test_random_faults_under_load(
     engine: EngineCoreServer, proxy: MeddlingProxy, client: EngineClient, seed: int
