@@ -1,6 +1,10 @@
 """What all tests share."""
 
+import os
 import signal
+
+# Kernels' modules ask for it when they are imported: without a GPU they can only be interpreted.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Before anything loads torch: it decides how the model's threads wait, and without it tests crawl on busy machines.
 import engine_core.model  # noqa: F401

@@ -1,0 +1,52 @@
+"""For tests of Triton kernels on a CPU: tensors that show every mistake, and tolerances.
+
+Triton interprets (`tests/conftest.py` sees to that); what a compiler makes of the kernels is for `ahead_of_time`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.triton_language import IS_INTERPRETED
+
+if not IS_INTERPRETED:
+    pytest.skip("Triton is not installed, or TRITON_INTERPRET is 0", allow_module_level=True)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# One unit in the last place of a result that was rounded, or truncated as the interpreter does with bfloat16.
+UNIT = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+def fresh(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int | None = None) -> torch.Tensor:
+    """Normal values, other ones each time; `seed` makes them the same again."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values in a tensor that is contiguous in its last dimension only, with NaN in between."""
+    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 3), float("nan"), dtype=x.dtype)
+    view = wide[..., 1 : 1 + x.shape[-1]]
+    view.copy_(x)
+    return view
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """NaN everywhere (the largest integer, for integers): what a kernel leaves out, or must not read, shows."""
+    if dtype.is_floating_point:
+        return torch.full(shape, float("nan"), dtype=dtype)
+    return torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, units: float = 2.0) -> None:
+    """Equal within so many units in the last place of `actual`'s type, relative to the larger of a value and 1.
+
+    `expected` may be wider: float64, where rounding matters.
+    """
+    assert actual.shape == expected.shape
+    wide, exact = actual.double(), expected.double()
+    error = (wide - exact).abs() / exact.abs().clamp(min=1.0)
+    # Written so that NaN is a difference.
+    worst = error.max().item() if error.numel() else 0.0
+    assert worst <= units * UNIT[actual.dtype], f"differs by {worst / UNIT[actual.dtype]:.1f} units"
