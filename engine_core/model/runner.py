@@ -17,6 +17,7 @@ from engine_core.encoder_cache import encoder_cache_bytes
 from engine_core.errors import InvalidConfigError
 from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
 from ipc.messages import MultimodalFeature
+from kernels.copy_blocks import copy_blocks
 
 from .attention import PagedKV
 from .fingerprint import cache_namespace, model_fingerprint, tokenizer_digest
@@ -118,10 +119,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """As `engine_core.runner.Runner.copy_blocks`: every source is read before any target is written."""
-        sources, targets = torch.tensor(copies, device=self._device).unbind(dim=1)
-        for cache in (*self._key_caches.values(), *self._value_caches.values()):
-            cache.index_copy_(0, targets, cache.index_select(0, sources))
+        """As `engine_core.runner.Runner.copy_blocks`."""
+        caches = (*self._key_caches.values(), *self._value_caches.values())
+        copy_blocks(caches, [source for source, _ in copies], [target for _, target in copies])
 
     def check_features(self, features: Sequence[MultimodalFeature]) -> None:
         """As `engine_core.runner.Runner.check_features`."""
