@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from .slot_mapping import SlotMapping
+
 # A longer chunk is cut into tiles, so that earlier ones need not look at keys only later ones see.
 _MAX_TILE_QUERIES = 512
 # Decodes share a tile as long as padding to the longest costs no more than this.
@@ -86,8 +88,7 @@ class AttentionMetadata:
             window limits how far back a token sees, not this. None: all see up to themselves.
 
     Attributes:
-        write_rows: the tokens whose K/V is stored, as places in the batch; None is all of them.
-        write_slots: `[len(write_rows)]`, where it goes.
+        slots: `slot_mapping` on the device, as what writes K/V wants it.
 
     Raises:
         ValueError: `visible_to` is not like that.
@@ -101,16 +102,11 @@ class AttentionMetadata:
     dtype: torch.dtype
     device: torch.device
     visible_to: np.ndarray | None = None
-    write_rows: torch.Tensor | None = field(init=False, default=None)
-    write_slots: torch.Tensor = field(init=False)
+    slots: SlotMapping = field(init=False)
     _tiles: dict[int | None, list[AttentionTile]] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        # As an index, −1 would be the last slot of the pool.
-        stored = self.slot_mapping >= 0
-        if not stored.all():
-            self.write_rows = self._to_device(np.flatnonzero(stored))
-        self.write_slots = self._to_device(self.slot_mapping[stored])
+        self.slots = SlotMapping(self._to_device(self.slot_mapping))
         if self.visible_to is not None:
             self._check_visible_to(self.visible_to)
 

@@ -1,4 +1,4 @@
-"""Attention that reads and writes K/V through block tables: prefill chunks and decodes in one flattened batch.
+"""Attention that reads K/V through block tables: prefill chunks and decodes in one flattened batch.
 
 Plain torch, the same on CPU and CUDA; what `attention.py` takes is computed there. A layer's cache is
 `[num_blocks, block_size, num_kv_heads, head_dim]`, keys and values apart. The idea of the block table is vLLM's (Kwon
@@ -15,20 +15,6 @@ from .attention_metadata import AttentionMetadata, AttentionTile
 
 # How many scores are written out at once where no fused kernel does it: 256 MiB of them.
 _MAX_SCORES = 1 << 26
-
-
-def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
-) -> None:
-    """Store `key` and `value` `[num_tokens, num_kv_heads, head_dim]` in the step's slots; slot −1 stores nothing."""
-    if metadata.write_rows is not None:
-        key, value = key[metadata.write_rows], value[metadata.write_rows]
-    key_cache.flatten(0, 1).index_copy_(0, metadata.write_slots, key)
-    value_cache.flatten(0, 1).index_copy_(0, metadata.write_slots, value)
 
 
 def paged_attention(

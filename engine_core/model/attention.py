@@ -13,7 +13,8 @@ import torch
 from transformers import AttentionInterface
 
 from kernels.attention_metadata import AttentionMetadata
-from kernels.paged_attention import paged_attention, write_kv
+from kernels.paged_attention import paged_attention
+from kernels.write_kv import write_kv
 
 from .support import UnsupportedModelError
 
@@ -62,7 +63,7 @@ class PagedKV:
         options: AttentionOptions,
     ) -> torch.Tensor:
         key_cache, value_cache = self.key_caches[layer_idx], self.value_caches[layer_idx]
-        write_kv(key, value, key_cache, value_cache, self.metadata)
+        write_kv(key, value, key_cache, value_cache, self.metadata.slots)
         return paged_attention(
             query,
             key_cache,

@@ -15,7 +15,8 @@ import kernels.attention
 import kernels.attention_metadata
 import kernels.paged_attention
 from kernels.attention_metadata import AttentionMetadata
-from kernels.paged_attention import paged_attention, write_kv
+from kernels.paged_attention import paged_attention
+from kernels.write_kv import write_kv
 
 from .reference import reference_attention
 
@@ -280,7 +281,7 @@ def check(
         options["sinks"] = torch.linspace(-1.0, 2.0, num_heads)
     scaling = HEAD_DIM**-0.5
 
-    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata)
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slots)
     actual = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=scaling, **options)
     expected = reference_attention(
         case.query,
@@ -297,45 +298,14 @@ def check(
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def writing_to(slots: list[int]) -> AttentionMetadata:
-    """A step of one token for each of the slots; what it attends to does not matter."""
-    count = len(slots)
-    return AttentionMetadata(
-        query_start_loc=np.arange(count + 1),
-        seq_lens=np.ones(count, dtype=np.int64),
-        block_tables=np.zeros((count, 1), dtype=np.int64),
-        slot_mapping=np.array(slots),
-        block_size=4,
-        dtype=torch.float32,
-        device=CPU,
-    )
-
-
-def test_slot_minus_one_writes_nothing() -> None:
-    key_cache, value_cache = torch.full((2, 4, 4, 1, 8), 7.0)
-    key = torch.arange(3.0)[:, None, None].expand(3, 1, 8)
-    write_kv(key, key + 10, key_cache, value_cache, writing_to([5, -1, 2]))
-
-    written = {5: 0.0, 2: 2.0}
-    for slot in range(16):
-        assert key_cache.flatten(0, 1)[slot].unique().tolist() == [written.get(slot, 7.0)]
-        assert value_cache.flatten(0, 1)[slot].unique().tolist() == [written[slot] + 10 if slot in written else 7.0]
-
-
-def test_a_step_that_writes_nothing_at_all() -> None:
-    key_cache, value_cache = torch.full((2, 4, 4, 1, 8), 7.0)
-    write_kv(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), key_cache, value_cache, writing_to([-1]))
-    assert key_cache.unique().tolist() == [7.0] and value_cache.unique().tolist() == [7.0]
-
-
 def test_a_whole_prompt_hit_reads_the_cached_last_token() -> None:
     """The one token of such a step goes to slot −1: what is read must be what the cache held, not the new K/V."""
     case = make_case([(1, 32)], 4, 2, torch.float32, seed=3)
-    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata)
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slots)
     cached = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=0.2)
 
     hit = replace(case.metadata, slot_mapping=np.array([-1]))
-    write_kv(case.key + 1, case.value + 1, case.key_cache, case.value_cache, hit)
+    write_kv(case.key + 1, case.value + 1, case.key_cache, case.value_cache, hit.slots)
     again = paged_attention(case.query, case.key_cache, case.value_cache, hit, scaling=0.2)
     assert torch.equal(cached, again)
     assert case.key_cache[-1].isnan().all()
@@ -343,7 +313,7 @@ def test_a_whole_prompt_hit_reads_the_cached_last_token() -> None:
 
 def test_of_a_group_that_goes_to_no_slot_the_cached_tokens_are_read() -> None:
     case = make_case([(30, 48)], 4, 2, torch.float32, seed=3, groups=[[(20, 48)]])
-    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata)
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slots)
     cached = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=0.2)
 
     slots = case.metadata.slot_mapping.copy()
@@ -352,7 +322,7 @@ def test_of_a_group_that_goes_to_no_slot_the_cached_tokens_are_read() -> None:
     key, value = case.key.clone(), case.value.clone()
     key[:14] += 1
     value[:14] += 1
-    write_kv(key, value, case.key_cache, case.value_cache, hit)
+    write_kv(key, value, case.key_cache, case.value_cache, hit.slots)
     again = paged_attention(case.query, case.key_cache, case.value_cache, hit, scaling=0.2)
     assert torch.equal(cached, again)
     assert case.key_cache[-1].isnan().all()
@@ -360,7 +330,7 @@ def test_of_a_group_that_goes_to_no_slot_the_cached_tokens_are_read() -> None:
 
 def test_values_may_be_narrower_than_keys() -> None:
     case = make_case([(3, 20), (1, 9)], 4, 2, torch.float32, seed=4)
-    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata)
+    write_kv(case.key, case.value, case.key_cache, case.value_cache, case.metadata.slots)
     wide = paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, scaling=0.2)
     narrow = paged_attention(
         case.query, case.key_cache, case.value_cache[..., :16].contiguous(), case.metadata, scaling=0.2
@@ -423,10 +393,3 @@ def test_a_tile_gathers_no_more_keys_than_memory_is_kept_for(monkeypatch: pytest
     monkeypatch.setattr(kernels.attention_metadata, "_MAX_TILE_KEYS", 650)
     metadata = make_case([(1, 300)] * 5 + [(1, 700)], 4, 2, torch.float32, seed=0).metadata
     assert [(t.num_requests, t.num_keys) for t in metadata.tiles(None)] == [(1, 700), (2, 300), (2, 300), (1, 300)]
-
-
-def test_which_tokens_are_stored_is_worked_out_once_per_step() -> None:
-    everything, some = writing_to([5, 2]), writing_to([-1, 5, -1, 2])
-    assert everything.write_rows is None
-    assert some.write_rows is not None and some.write_rows.tolist() == [1, 3]
-    assert everything.write_slots.tolist() == some.write_slots.tolist() == [5, 2]

@@ -1,0 +1,147 @@
+"""Keys and values of a step's tokens, into the paged cache.
+
+    key_cache[slot of token] = key[token]          value_cache[slot of token] = value[token]
+
+A block of the cache is `block_size` slots in a row, so a slot is a row of `[num_slots, num_kv_heads, head_dim]`. A
+token whose slot is −1 stores nothing: what it would write is there already (a whole prompt was found), or it is
+padding. As an index, −1 is the pool's last slot: whoever forgets the difference overwrites somebody else's block.
+
+Every byte is read once and written once, and that is all: 2 · (key and value bytes of a token). A program has some
+heads of one token, all of them where that is about a thousand values, and both their keys and their values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .dispatch import uses_triton
+from .slot_mapping import SlotMapping
+from .token_heads import copy_heads, heads_per_program, side_by_side
+from .triton_language import compile_options, jit, next_power_of_2, tl
+
+# Of keys and of values: 16 bytes of a type of two bytes for each thread of four warps.
+_VALUES_PER_PROGRAM = 1024
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: SlotMapping,
+) -> None:
+    """Store `key` and `value` `[num_tokens, num_kv_heads, head_dim]`, each with its own `head_dim`, in tokens' slots.
+
+    Args:
+        key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous. Values are converted to
+            their types.
+        slot_mapping: a token with slot −1 stores nothing. No slot outside it is touched.
+    """
+    compute = _launch if uses_triton(key) else reference
+    compute(key, value, flat_slots(key_cache), flat_slots(value_cache), slot_mapping)
+
+
+def flat_slots(cache: torch.Tensor) -> torch.Tensor:
+    """`[num_slots, num_kv_heads, head_dim]` of a contiguous cache: never a copy, which nobody would read."""
+    return cache.view(-1, *cache.shape[2:])
+
+
+def reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_slots: torch.Tensor,
+    value_slots: torch.Tensor,
+    slot_mapping: SlotMapping,
+) -> None:
+    """As `write_kv` with caches `[num_slots, num_kv_heads, head_dim]`, in torch."""
+    rows, slots = slot_mapping.stored
+    if rows is not None:
+        key, value = key[rows], value[rows]
+    key_slots.index_copy_(0, slots, key if key.dtype == key_slots.dtype else key.to(key_slots.dtype))
+    value_slots.index_copy_(0, slots, value if value.dtype == value_slots.dtype else value.to(value_slots.dtype))
+
+
+def launch_options(num_kv_heads: int, key_head_dim: int, value_head_dim: int) -> dict[str, Any]:
+    """Constants and compile options."""
+    key_width, value_width = next_power_of_2(key_head_dim), next_power_of_2(value_head_dim)
+    width = max(key_width, value_width)
+    heads = heads_per_program(num_kv_heads, width, _VALUES_PER_PROGRAM)
+    return {
+        "HEADS": heads,
+        "KEY_WIDTH": key_width,
+        "VALUE_WIDTH": value_width,
+        **compile_options(num_warps=min(4, max(1, heads * width // 256))),
+    }
+
+
+def _launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_slots: torch.Tensor,
+    value_slots: torch.Tensor,
+    slot_mapping: SlotMapping,
+) -> None:
+    num_tokens, num_kv_heads, key_head_dim = key.shape
+    value_head_dim = value.shape[-1]
+    if not num_tokens:
+        return
+    key, value = side_by_side(key), side_by_side(value)
+    options = launch_options(num_kv_heads, key_head_dim, value_head_dim)
+    write_kv_kernel[(num_tokens, -(-num_kv_heads // options["HEADS"]))](
+        *(key_slots, value_slots, key, value, slot_mapping.tensor),
+        *(stride for tensor in (key_slots, value_slots, key, value) for stride in tensor.stride()[:2]),
+        *(num_kv_heads, key_head_dim, value_head_dim),
+        **options,
+    )
+
+
+@jit
+def write_kv_kernel(  # type: ignore[no-untyped-def]
+    key_cache,
+    value_cache,
+    key,
+    value,
+    slots,
+    key_slot_stride,
+    key_slot_head_stride,
+    value_slot_stride,
+    value_slot_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    num_kv_heads,
+    key_head_dim,
+    value_head_dim,
+    HEADS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    first_head = tl.program_id(1) * HEADS
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        copy_heads(
+            key_cache + slot * key_slot_stride,
+            key + token * key_stride,
+            key_slot_head_stride,
+            key_head_stride,
+            first_head,
+            num_kv_heads,
+            key_head_dim,
+            HEADS,
+            KEY_WIDTH,
+        )
+        copy_heads(
+            value_cache + slot * value_slot_stride,
+            value + token * value_stride,
+            value_slot_head_stride,
+            value_head_stride,
+            first_head,
+            num_kv_heads,
+            value_head_dim,
+            HEADS,
+            VALUE_WIDTH,
+        )
