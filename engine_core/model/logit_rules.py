@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,11 +16,9 @@ import torch
 
 from engine_core.request import Request
 from ipc.messages import SamplingParams
+from kernels.penalties import LARGEST_LOGIT, Penalties, SeenTokens, penalize
 
 from .token_history import TokenHistory
-
-# Far beyond any logit, and far enough from float32's end that no difference of two of them is infinite.
-_LARGEST_LOGIT = 1e30
 
 
 class LogitRules:
@@ -50,7 +49,7 @@ class LogitRules:
         rules = [self._prepare(request, logits.shape[-1]) for request in requests]
         _add_biases(logits, rules)
         _penalize(logits, requests, rules)
-        logits.clamp_(-_LARGEST_LOGIT, _LARGEST_LOGIT)
+        logits.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
         return logits.masked_fill_(_exclusions(logits, requests, rules), float("-inf"))
 
     def _prepare(self, request: Request, vocab_size: int) -> _PreparedRules:
@@ -130,25 +129,17 @@ def _add_biases(logits: torch.Tensor, rules: list[_PreparedRules]) -> None:
 
 
 def _penalize(logits: torch.Tensor, requests: list[Request], rules: list[_PreparedRules]) -> None:
-    """OpenAI's presence and frequency penalty; the repetition penalty of CTRL (Keskar et al. 2019)."""
+    """OpenAI's presence and frequency penalty, and the repetition penalty, of all that have one."""
     seen = {row: rule.history.update(requests[row]) for row, rule in enumerate(rules) if rule.history is not None}
     if not seen:
         return
-    num_ids = [len(ids) for ids, _ in seen.values()]
-
-    def per_token(values: Iterable[float]) -> torch.Tensor:
-        return _column(np.repeat(np.array(list(values), dtype=np.float64), num_ids), logits.device)
-
     params = [requests[row].sampling_params for row in seen]
-    repetition = per_token(p.repetition_penalty for p in params)
-    places = _places(logits, {row: ids for row, (ids, _) in seen.items()})
-    counts = _column(np.concatenate([counts for _, counts in seen.values()]), logits.device)
-    # Clamped first: a zero from an underflow would make NaN of an infinity.
-    values = logits.view(-1)[places].clamp_(-_LARGEST_LOGIT, _LARGEST_LOGIT)
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= per_token(p.frequency_penalty for p in params) * counts
-    values -= per_token(p.presence_penalty for p in params) * (counts > 0)
-    logits.view(-1)[places] = values
+    lengths = [len(ids) for ids, _ in seen.values()]
+    ids, counts = torch.from_numpy(np.concatenate(list(seen.values()), axis=1)).to(logits.device)
+    starts, rows = (torch.tensor(values).to(logits.device) for values in ([0, *accumulate(lengths)], list(seen)))
+    of_rows = np.array([[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params])
+    penalties = Penalties(rows, *_column(of_rows.T, logits.device))
+    penalize(logits, SeenTokens(ids, counts, starts, max(lengths)), penalties)
 
 
 def _exclusions(logits: torch.Tensor, requests: list[Request], rules: list[_PreparedRules]) -> torch.Tensor:
@@ -174,4 +165,4 @@ def _places(logits: torch.Tensor, ids: dict[int, np.ndarray]) -> torch.Tensor:
 
 def _column(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """In float32, whose range it stays well within."""
-    return torch.from_numpy(values.clip(-_LARGEST_LOGIT, _LARGEST_LOGIT).astype(np.float32)).to(device)
+    return torch.from_numpy(values.clip(-LARGEST_LOGIT, LARGEST_LOGIT).astype(np.float32)).to(device)

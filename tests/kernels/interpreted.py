@@ -13,6 +13,10 @@ from kernels.triton_language import IS_INTERPRETED
 if not IS_INTERPRETED:
     pytest.skip("Triton is not installed, or TRITON_INTERPRET is 0", allow_module_level=True)
 
+from tests.kernels import faster_interpreter
+
+faster_interpreter.install()
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # One unit in the last place of a result that was rounded, or truncated as the interpreter does with bfloat16.
 UNIT = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

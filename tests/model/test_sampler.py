@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from engine_core.model.sampler import gumbel_noise, sample
+from engine_core.model.sampler import sample
 from tests.model.sampling import chi_square_p_value, make_request
 
-CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.5, -3.0])
 
 
@@ -140,30 +139,3 @@ def test_seed_and_position_both_matter() -> None:
     logits = torch.zeros(1, 10_000)
     requests = [make_request([1] * position, seed=seed) for seed in range(10) for position in range(1, 11)]
     assert len(set(sample(logits.expand(100, -1), requests))) > 90
-
-
-def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
-    noise = gumbel_noise([1, 2, 3, -4], [10, 10, 11, 12], 50_000, CPU)
-    assert noise.isfinite().all()
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
-
-
-def test_noise_stays_what_it_is() -> None:
-    """A seed given today must mean the same tomorrow, so the numbers are written down: SplitMix64, worked out in
-    Python integers."""
-    mask = 2**64 - 1
-
-    def mix(z: int) -> int:
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return z ^ (z >> 31)
-
-    gamma = 0x9E3779B97F4A7C15
-    for seed, position in [(0, 0), (42, 7), (-1, 2**31), (2**63 - 1, 1)]:
-        key = mix(((mix((seed + gamma) & mask) ^ position) + gamma) & mask)
-        expected = []
-        for index in range(5):
-            bits = mix((key + (index + 1) * gamma) & mask)
-            expected.append(-math.log(-math.log(((bits >> 11) + 0.5) * 2.0**-53)))
-        assert gumbel_noise([seed], [position], 5, CPU)[0].tolist() == pytest.approx(expected, rel=1e-12)
