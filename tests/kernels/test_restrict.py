@@ -107,6 +107,15 @@ def test_equals_are_let_in_from_the_lowest_id(backend: str) -> None:
     assert is_kept(logits, kept).tolist() == [[False, *(i < number for i in range(4))] for number in numbers]
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_so_are_those_of_several_blocks(backend: str) -> None:
+    logits = torch.zeros(2, 9001)
+    with computed_by(backend):
+        kept = restrict(logits, torch.zeros(2), torch.ones(2), restrictions_of([(5000, 1.0, 0.0), (0, 0.5, 0.0)]))
+    assert kept.last_equal.tolist() == [4999, 4500]
+    assert is_kept(logits, kept).sum(-1).tolist() == [5000, 4501]
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("temperature", [1e-44, 1e-30, 1e30])

@@ -1,4 +1,4 @@
-"""Tokens drawn in Triton's interpreter are torch's, for the same seeds; `tests/model/test_sampler.py` has the meaning."""
+"""Tokens drawn in the interpreter are torch's for the same seeds; `tests/model/test_sampler.py` says what they mean."""
 
 from __future__ import annotations
 
