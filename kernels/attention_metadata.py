@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from .attention_plan import plan_attention
+from .attention_tiles import LayerHeads
+from .device_batch import DeviceBatch, DevicePlan, batch_to_device, plan_limits, plan_to_device
 from .slot_mapping import SlotMapping
 
 # A longer chunk is cut into tiles, so that earlier ones need not look at keys only later ones see.
@@ -86,6 +89,8 @@ class AttentionMetadata:
         visible_to: `[num_tokens]`, for each token the position behind the last one it sees, where some see tokens that
             come after them: more than its own, never decreasing within a request, at most its `seq_len`. A sliding
             window limits how far back a token sees, not this. None: all see up to themselves.
+        planned_seq_len: kernels are planned for sequences that may grow to this length, not for `seq_lens`, and without
+            shared prefixes: the launches are right, then, for any values in `on_device`, as a captured graph wants.
 
     Attributes:
         slots: `slot_mapping` on the device, as what writes K/V wants it.
@@ -102,8 +107,11 @@ class AttentionMetadata:
     dtype: torch.dtype
     device: torch.device
     visible_to: np.ndarray | None = None
+    planned_seq_len: int | None = None
     slots: SlotMapping = field(init=False)
     _tiles: dict[int | None, list[AttentionTile]] = field(init=False, default_factory=dict, repr=False)
+    _on_device: DeviceBatch | None = field(init=False, default=None, repr=False)
+    _plans: dict[tuple[LayerHeads, int | None], DevicePlan] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.slots = SlotMapping(self._to_device(self.slot_mapping))
@@ -123,6 +131,33 @@ class AttentionMetadata:
             raise ValueError(
                 "visible_to: a token sees at least itself, what those before it see, and no more than there is"
             )
+
+    @property
+    def on_device(self) -> DeviceBatch:
+        """What kernels read of the batch; copied once."""
+        if self._on_device is None:
+            self._on_device = batch_to_device(
+                self.query_start_loc, self.seq_lens, self.block_tables, self.visible_to, self.device
+            )
+        return self._on_device
+
+    def plan(self, heads: LayerHeads, sliding_window: int | None) -> DevicePlan:
+        """What kernels do in layers with such heads that see `sliding_window` tokens back; planned once."""
+        key = heads, sliding_window
+        if key not in self._plans:
+            length = self.planned_seq_len
+            plan = plan_attention(
+                self.query_start_loc,
+                self.seq_lens if length is None else np.full_like(self.seq_lens, length),
+                self.block_tables if length is None else None,
+                self.block_size,
+                heads,
+                plan_limits(self.device),
+                sliding_window=sliding_window,
+                visible_to=self.visible_to if length is None else None,
+            )
+            self._plans[key] = plan_to_device(plan, self.device)
+        return self._plans[key]
 
     def tiles(self, sliding_window: int | None) -> list[AttentionTile]:
         """Tiles that cover the batch for layers that see `sliding_window` tokens back, the token itself included."""

@@ -1,6 +1,7 @@
 """Attention that reads K/V through block tables: prefill chunks and decodes in one flattened batch.
 
-Plain torch, the same on CPU and CUDA; what `attention.py` takes is computed there. A layer's cache is
+Triton kernels compute it on a GPU (`tiled_attention`). Else it is plain torch, the same on CPU and CUDA; what
+`attention.py` takes is computed there. A layer's cache is
 `[num_blocks, block_size, num_kv_heads, head_dim]`, keys and values apart. The idea of the block table is vLLM's (Kwon
 et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023).
 """
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 
 from . import attention as kernel
 from .attention_metadata import AttentionMetadata, AttentionTile
+from .dispatch import uses_triton
+from .tiled_attention import tiled_attention
 
 # How many scores are written out at once where no fused kernel does it: 256 MiB of them.
 _MAX_SCORES = 1 << 26
@@ -39,6 +42,14 @@ def paged_attention(
 
     Returns `[num_tokens, num_heads, value_head_dim]`. No slot outside the requests' own tokens influences it.
     """
+    if uses_triton(query):
+        return tiled_attention(
+            *(query, key_cache, value_cache, metadata),
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
     flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     in_kernel = softcap is None and sinks is None and kernel.takes(query, flat_keys, flat_values)
 

@@ -45,10 +45,12 @@ def compile_for(specimen: Specimen, capability: int) -> Compiled:
     names = specimen.kernel.arg_names
     constants = {name: value for name, value in specimen.options.items() if name in names}
     options = {name: value for name, value in specimen.options.items() if name not in names}
+    types = {name: "constexpr" if name in constants else specimen.arguments[name] for name in names}
     source = ASTSource(
         specimen.kernel,
-        {name: "constexpr" if name in constants else specimen.arguments[name] for name in names},
+        {name: spelled.removesuffix(":16") for name, spelled in types.items()},
         constants,
+        {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if types[name].endswith(":16")},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _resource_usage(compiled.asm["cubin"])

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import torch
+
+from kernels.attention_tiles import LayerHeads, launch_options
+from kernels.tiled_attention import tiled_attention_kernel
+from tests.kernels.specimens import Specimen
+
+BLOCK_SIZE = 16
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def specimen(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, width: str, variant: str) -> Specimen:
+    heads = LayerHeads(num_heads, num_kv_heads, head_dim, head_dim, DTYPES[dtype])
+    slot_stride = num_kv_heads * head_dim
+    strides = {"BLOCK_STRIDE": BLOCK_SIZE * slot_stride, "SLOT_STRIDE": slot_stride, "HEAD_STRIDE": head_dim}
+    return Specimen(
+        f"{dtype} {num_heads}/{num_kv_heads} heads of {head_dim}, {width}{variant and f', {variant}'}",
+        tiled_attention_kernel,
+        {
+            **dict.fromkeys(("output", "query", "key_cache", "value_cache", "sinks"), f"*{dtype}:16"),
+            **dict.fromkeys(("parts", "part_logs"), "*fp32:16"),
+            **dict.fromkeys(("block_tables", "positions", "visible_to"), "*i32:16"),
+            **dict.fromkeys(("tiles", "listed_tokens", "first_parts"), "*i32:16"),
+            **dict.fromkeys(("query_token_stride", "query_head_stride", "table_stride"), "i32:16"),
+            "window": "i32",
+            **dict.fromkeys(("scale", "softcap"), "fp32"),
+        },
+        {
+            **{f"{cache}_{name}": stride for cache in ("KEY", "VALUE") for name, stride in strides.items()},
+            "BLOCK_SIZE": BLOCK_SIZE,
+            "HAS_WINDOW": "window" in variant,
+            "HAS_SOFTCAP": "softcap" in variant,
+            "HAS_SINKS": "sinks" in variant,
+            "SEES_AHEAD": "ahead" in variant,
+            **launch_options(heads, is_wide=width == "wide"),
+        },
+    )
+
+
+EVERYTHING = "window softcap sinks ahead"
+SPECIMENS = [
+    specimen("bf16", 32, 4, 256, "wide", EVERYTHING),
+    *(
+        specimen(dtype, *heads, width, variant)
+        for dtype in ("bf16", "fp32")
+        for heads in ((32, 4, 128), (9, 3, 64), (32, 32, 80), (8, 4, 256), (32, 1, 96), (71, 1, 64))
+        for width in ("narrow", "wide")
+        for variant in ("", EVERYTHING)
+    ),
+    # Gemma 2, Gemma 3, GPT-OSS
+    *(specimen("bf16", 8, 4, 256, width, v) for width in ("narrow", "wide") for v in ("window softcap", "window ahead")),
+    *(specimen("bf16", 64, 8, 64, width, v) for width in ("narrow", "wide") for v in ("window sinks", "sinks")),
+]
