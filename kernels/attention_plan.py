@@ -29,7 +29,8 @@ class PlanLimits:
 
     Args:
         num_sms: its multiprocessors.
-        min_part_keys: no tile is divided into parts of fewer keys: starting a program and merging cost more.
+        min_part_keys: no narrow tile is divided into parts of fewer keys, as starting a program and merging cost more
+            than it saves; nor a wide one, which leaves larger parts behind, into parts of fewer than four times that.
         prefix_overhead_bytes: what it reads in the time that two small launches take, some 5 µs.
     """
 
@@ -213,7 +214,8 @@ def _num_parts(tiles: _Tiles, heads: LayerHeads, limits: PlanLimits) -> np.ndarr
         launched = tiles.is_wide == is_wide
         num_programs = limits.num_sms * tile_shape(heads, is_wide=is_wide).programs_per_sm
         fair_share = -(-int(tiles.num_keys[launched].sum()) * heads.num_kv_heads // num_programs)
-        num_parts[launched] = -(-tiles.num_keys[launched] // max(fair_share, limits.min_part_keys))
+        fewest = limits.min_part_keys * (4 if is_wide else 1)
+        num_parts[launched] = -(-tiles.num_keys[launched] // max(fair_share, fewest))
     return np.maximum(1, num_parts)
 
 

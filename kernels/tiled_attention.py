@@ -183,30 +183,45 @@ def tiled_attention_kernel(  # type: ignore[no-untyped-def]
     table = block_tables + table_row.to(tl.int64) * table_stride
     keys = key_cache + kv_head * KEY_HEAD_STRIDE
     values = value_cache + kv_head * VALUE_HEAD_STRIDE
-    tile_and_cache = (
-        *(queries, see_from, see_to, table, keys, values, scale, softcap),
-        *(KEY_BLOCK_STRIDE, KEY_SLOT_STRIDE, VALUE_BLOCK_STRIDE, VALUE_SLOT_STRIDE, BLOCK_SIZE),
-        *(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_SOFTCAP),
-    )
-    full_begin = begin
-    if HAS_WINDOW:
-        before_window = tl.maximum(tl.max(see_from, 0) - begin, 0)
-        full_begin = tl.minimum(begin + tl.cdiv(before_window, BLOCK_N) * BLOCK_N, end)
-        accumulator, row_max, row_sum = attend_keys(
-            accumulator, row_max, row_sum, begin, full_begin, *tile_and_cache, True, EDGE_STAGES
-        )
+    # To the window's edge in all rows, what all of them see, and the rest.
+    before_window = tl.maximum(tl.max(see_from, 0) - begin, 0)
+    full_begin = tl.minimum(begin + tl.cdiv(before_window, BLOCK_N) * BLOCK_N, end)
     seen_by_all = tl.maximum(tl.minimum(tl.min(see_to, 0), end) - full_begin, 0)
     full_end = full_begin + seen_by_all // BLOCK_N * BLOCK_N
-    accumulator, row_max, row_sum = attend_keys(
-        accumulator, row_max, row_sum, full_begin, full_end, *tile_and_cache, False, NUM_STAGES
-    )
-    accumulator, row_max, row_sum = attend_keys(
-        accumulator, row_max, row_sum, full_end, end, *tile_and_cache, True, EDGE_STAGES
-    )
+    for which in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        accumulator, row_max, row_sum = attend_keys(
+            accumulator,
+            row_max,
+            row_sum,
+            begin if which == 0 else full_begin if which == 1 else full_end,
+            full_begin if which == 0 else full_end if which == 1 else end,
+            queries,
+            see_from,
+            see_to,
+            table,
+            keys,
+            values,
+            scale,
+            softcap,
+            KEY_BLOCK_STRIDE,
+            KEY_SLOT_STRIDE,
+            VALUE_BLOCK_STRIDE,
+            VALUE_SLOT_STRIDE,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            VALUE_DIM,
+            BLOCK_D,
+            BLOCK_DV,
+            BLOCK_N,
+            HAS_SOFTCAP,
+            which != 1,
+            NUM_STAGES if which == 1 else EDGE_STAGES,
+        )
 
     # A token of no request, and a part without keys, has a sum of 0.
     has_keys = row_sum > 0.0
-    attended = accumulator / tl.where(has_keys, row_sum, 1.0)[:, None]
+    total = tl.where(has_keys, row_sum, 1.0)
+    attended = accumulator / total[:, None]
     value_dims = tl.arange(0, BLOCK_DV)
     stored = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
     if is_whole:
@@ -214,7 +229,7 @@ def tiled_attention_kernel(  # type: ignore[no-untyped-def]
         tl.store(output + output_places[:, None] + value_dims[None, :], attended, mask=stored)
     else:
         part_rows = (tl.load(first_parts + tokens) + slot).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads
-        logs = tl.where(has_keys, row_max + tl.log2(row_sum), float("-inf"))
+        logs = tl.where(has_keys, row_max + tl.log2(total), float("-inf"))
         part_places = part_rows[:, None] * VALUE_DIM + value_dims[None, :]
         tl.store(part_logs + part_rows, logs, mask=is_row)
         tl.store(parts + part_places, attended, mask=stored & has_keys[:, None])

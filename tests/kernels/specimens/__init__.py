@@ -16,8 +16,8 @@ class Specimen:
     Args:
         name: what is special about it.
         kernel: the jitted function.
-        arguments: types of what is no constant, as Triton spells them: `*bf16`, `i32`, `fp32`; with `:16` behind it, what
-            a launch finds to be a multiple of 16, as torch's addresses are: only then are loads as wide as can be.
+        arguments: types of what is no constant, as Triton spells them: `*bf16`, `i32`, `fp32`; `:16` behind it says
+            that a launch finds a multiple of 16, as torch's addresses are: only then are loads as wide as can be.
         options: constants and compile options, as the kernel's `launch_options` gives them.
     """
 
