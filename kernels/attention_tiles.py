@@ -66,8 +66,9 @@ class TileShape:
 
 
 def tile_shape(heads: LayerHeads, *, is_wide: bool) -> TileShape:
-    """The shape for these heads; its rows are at least one token's."""
+    """The shape for these heads; its rows are at least one token's, so there is no narrow one for very large groups."""
     widest = next_power_of_2(max(heads.head_dim, heads.value_dim, 16))
+    is_wide = is_wide or heads.group_size > 16
     if heads.dtype.itemsize > 2:
         shape = _shape_of_wide_types(widest, is_wide)
     elif not is_wide:

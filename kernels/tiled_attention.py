@@ -28,6 +28,7 @@ from .attend_keys import LOG2_E, LOWEST, attend_keys
 from .attention_metadata import AttentionMetadata
 from .attention_tiles import TILE_FIELDS, LayerHeads, launch_options
 from .merge_parts import merge_parts
+from .token_heads import side_by_side
 from .triton_language import constant, jit, tl
 
 _NUM_FIELDS = constant(len(TILE_FIELDS))
@@ -52,8 +53,7 @@ def tiled_attention(
     """
     if key_cache.stride(-1) != 1 or value_cache.stride(-1) != 1:
         raise ValueError("attention kernels take caches whose last dimension is contiguous")
-    if query.stride(-1) != 1:
-        query = query.contiguous()
+    query = side_by_side(query)
     num_tokens, num_heads, head_dim = query.shape
     heads = LayerHeads(num_heads, key_cache.shape[2], head_dim, value_cache.shape[-1], query.dtype)
     batch, plan = metadata.on_device, metadata.plan(heads, sliding_window)

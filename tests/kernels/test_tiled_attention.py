@@ -186,9 +186,8 @@ def test_launches_may_be_replayed_for_other_steps(monkeypatch: pytest.MonkeyPatc
     captured.metadata.plan(heads_of(captured), None)
     step = make_batch([(1, 150), (1, 3), (1, 64)])
     now = captured.metadata.on_device
-    tables = torch.zeros(4, 16, dtype=torch.int32)
-    tables[:3, : step.metadata.block_tables.shape[1]] = torch.from_numpy(step.metadata.block_tables)
-    object.__setattr__(now, "block_tables", tables)
+    tables = torch.from_numpy(step.metadata.block_tables)
+    now.block_tables[:3, : tables.shape[1]] = tables
     now.positions.copy_(torch.tensor([149, 2, 63, -1]))
 
     query = torch.cat([step.query, fresh(1, 6, 32)])
