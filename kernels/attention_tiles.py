@@ -14,7 +14,7 @@ made without tensor cores, with operands in registers, so their tiles are smalle
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class LayerHeads:
 class TileShape:
     """`num_stages` iterations are under way at once where nothing is masked, `edge_stages` where something is.
 
-    A loop that is not pipelined (1) keeps keys in registers instead of shared memory.
+    `keys` are those of an iteration; `programs_per_sm` is how many a multiprocessor has room for.
     """
 
     rows: int
@@ -71,21 +71,24 @@ def tile_shape(heads: LayerHeads, *, is_wide: bool) -> TileShape:
     is_wide = is_wide or heads.group_size > 16
     if heads.dtype.itemsize > 2:
         shape = _shape_of_wide_types(widest, is_wide)
+    # Of the stages of loads the first are those of block table entries, which keys and values wait for.
     elif not is_wide:
-        # A block table's entry is loaded two iterations before the keys that it tells of are used.
-        shape = TileShape(16, 64 if widest <= 128 else 32, 4, 5, 5, programs_per_sm=2)
+        shape = TileShape(16, 64, 4, 5, 1, 2) if widest <= 128 else TileShape(16, 32, 8, 5, 5, 2)
     elif widest <= 64:
-        shape = TileShape(128, 64, 4, 3, 3, programs_per_sm=2)
+        shape = TileShape(128, 64, 4, 3, 3, 2)
     elif widest <= 128:
-        shape = TileShape(128, 64, 8, 3, 1, programs_per_sm=1)
+        shape = TileShape(128, 64, 8, 3, 1, 1)
     else:
-        shape = TileShape(64, 32, 8, 3, 3, programs_per_sm=1)
-    rows = max(shape.rows, next_power_of_2(heads.group_size))
-    return TileShape(rows, shape.keys, shape.num_warps, shape.num_stages, shape.edge_stages, shape.programs_per_sm)
+        shape = TileShape(64, 32, 8, 3, 3, 1)
+    return replace(shape, rows=max(shape.rows, next_power_of_2(heads.group_size)))
 
 
 def _shape_of_wide_types(widest: int, is_wide: bool) -> TileShape:
-    return TileShape(32 if is_wide else 16, 32 if widest <= 128 else 16, 8, 2, 2, programs_per_sm=1)
+    if is_wide:
+        return TileShape(32, 16, 8, 2, 2, 1)
+    if widest <= 64:
+        return TileShape(16, 32, 4, 2, 2, 1)
+    return TileShape(16, 32 if widest <= 128 else 16, 8, 2, 2, 1)
 
 
 def launch_options(heads: LayerHeads, *, is_wide: bool) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def test_shared_prefixes_whose_keys_are_divided_equal_float64(
 
 
 def test_however_it_is_planned_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, shared = SHARING["decodes and chunks"]
+    lengths, shared = SHARING["decodes"]
     batch = make_batch(lengths, shared=shared)
     options = options_of(batch, {"sinks": True})
     outputs = []
