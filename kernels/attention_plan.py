@@ -92,8 +92,8 @@ def plan_attention(
 
     own_parts, shared_parts = np.split(num_parts, [len(own.first)])
     prefix_parts = np.zeros(int(query_start_loc[-1]), dtype=np.int64)
-    prefix_parts[listed_tokens] = np.repeat(shared_parts, shared.count)
-    parts_of_token = prefix_parts + np.repeat(own_parts, own.count)
+    prefix_parts[listed_tokens] = np.repeat(shared_parts, shared.num_tokens)
+    parts_of_token = prefix_parts + np.repeat(own_parts, own.num_tokens)
     parts_of_token[parts_of_token == 1] = 0
     first_parts = np.cumsum(parts_of_token) - parts_of_token
     merged = np.flatnonzero(parts_of_token)
@@ -141,7 +141,7 @@ class _Tiles(NamedTuple):
 
     table_row: np.ndarray
     first: np.ndarray
-    count: np.ndarray
+    num_tokens: np.ndarray
     is_listed: np.ndarray
     key_begin: np.ndarray
     key_end: np.ndarray
@@ -168,14 +168,14 @@ def _own_tiles(batch: _Batch, prefixes: list[SharedPrefix], widths: _Widths) -> 
     requests = np.repeat(np.arange(len(num_tiles)), num_tiles)
     offsets = _ranges(np.zeros_like(num_tiles), num_tiles) * width[requests]
     first = batch.query_start_loc[requests] + offsets
-    count = np.minimum(width[requests], batch.query_lens[requests] - offsets)
+    num_tokens = np.minimum(width[requests], batch.query_lens[requests] - offsets)
     positions = (batch.seq_lens - batch.query_lens)[requests] + offsets
-    see_to = positions + count if batch.visible_to is None else batch.visible_to[first + count - 1]
+    see_to = positions + num_tokens if batch.visible_to is None else batch.visible_to[first + num_tokens - 1]
     key_begin = prefix_ends[requests]
     return _Tiles(
         table_row=requests,
         first=first,
-        count=count,
+        num_tokens=num_tokens,
         is_listed=np.zeros_like(first),
         key_begin=key_begin,
         key_end=np.full_like(first, _NO_END),
@@ -191,17 +191,17 @@ def _prefix_tiles(batch: _Batch, prefixes: list[SharedPrefix], widths: _Widths) 
     width, num_tiles = widths.of(num_listed), widths.num_tiles(num_listed)
     which = np.repeat(np.arange(len(prefixes)), num_tiles)
     offsets = _ranges(np.zeros_like(num_tiles), num_tiles) * width[which]
-    num_tokens = np.array([p.num_tokens for p in prefixes], dtype=np.int64)
+    prefix_ends = np.array([p.num_tokens for p in prefixes], dtype=np.int64)
     earliest = np.array([(batch.seq_lens - batch.query_lens)[p.requests].min() for p in prefixes], dtype=np.int64)
     tiles = _Tiles(
         table_row=np.array([p.requests[0] for p in prefixes], dtype=np.int64)[which],
         first=(np.cumsum(num_listed) - num_listed)[which] + offsets,
-        count=np.minimum(width[which], num_listed[which] - offsets),
+        num_tokens=np.minimum(width[which], num_listed[which] - offsets),
         is_listed=np.ones_like(offsets),
         key_begin=np.zeros_like(offsets),
-        key_end=num_tokens[which],
+        key_end=prefix_ends[which],
         # The same for all tiles of a prefix, so that they are divided alike.
-        num_keys=(num_tokens - batch.first_seen(earliest))[which],
+        num_keys=(prefix_ends - batch.first_seen(earliest))[which],
         is_wide=width[which] > widths.narrow,
     )
     return tiles, np.concatenate(listed) if listed else np.zeros(0, dtype=np.int64)

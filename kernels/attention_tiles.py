@@ -26,7 +26,7 @@ from .triton_language import compile_options, next_power_of_2
 # tokens; how many tokens it has; keys `[key_begin, key_end)` it looks at, as far as its tokens see them; which of
 # `num_parts` equal shares of these is this tile's; and where its result goes: −1 is the output, else a place behind the
 # first of its token's parts.
-TILE_FIELDS = ("table_row", "first", "count", "is_listed", "key_begin", "key_end", "part", "num_parts", "slot")
+TILE_FIELDS = ("table_row", "first", "num_tokens", "is_listed", "key_begin", "key_end", "part", "num_parts", "slot")
 
 
 @dataclass(frozen=True, slots=True)

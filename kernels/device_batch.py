@@ -64,8 +64,9 @@ def batch_to_device(
 
 def plan_to_device(plan: AttentionPlan, device: torch.device) -> DevicePlan:
     """The same plan there."""
-    arrays = [plan.narrow, plan.wide, plan.listed_tokens, plan.first_parts, plan.merged]
-    return DevicePlan(*_to_device(arrays, device), num_parts=plan.num_parts)
+    tables = [plan.narrow, plan.wide, plan.listed_tokens, plan.first_parts, plan.merged]
+    narrow, wide, listed_tokens, first_parts, merged = _to_device(tables, device)
+    return DevicePlan(narrow, wide, listed_tokens, first_parts, merged, plan.num_parts)
 
 
 @functools.cache

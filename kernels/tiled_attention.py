@@ -140,7 +140,7 @@ def tiled_attention_kernel(  # type: ignore[no-untyped-def]
     tile = tiles + tl.program_id(0) // NUM_KV_HEADS * _NUM_FIELDS
     table_row = tl.load(tile)
     first = tl.load(tile + 1)
-    count = tl.load(tile + 2)
+    num_tokens = tl.load(tile + 2)
     is_listed = tl.load(tile + 3)
     key_begin = tl.load(tile + 4)
     key_end = tl.load(tile + 5)
@@ -151,9 +151,9 @@ def tiled_attention_kernel(  # type: ignore[no-untyped-def]
 
     # Rows beyond the tile's last do again what the last token does, and store nothing.
     rows = tl.arange(0, BLOCK_M)
-    is_row = rows < count * GROUP_SIZE
+    is_row = rows < num_tokens * GROUP_SIZE
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
-    places = first + tl.maximum(tl.minimum(rows // GROUP_SIZE, count - 1), 0)
+    places = first + tl.maximum(tl.minimum(rows // GROUP_SIZE, num_tokens - 1), 0)
     in_list = (tl.zeros_like(rows) + is_listed) != 0
     tokens = tl.where(in_list, tl.load(listed_tokens + places, mask=in_list, other=0), places)
     own = tl.load(positions + tokens)

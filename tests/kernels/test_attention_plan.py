@@ -55,7 +55,7 @@ def tiles_of(planned: AttentionPlan) -> list[dict[str, int]]:
 
 
 def tokens_of(tile: dict[str, int], planned: AttentionPlan) -> list[int]:
-    places = range(tile["first"], tile["first"] + tile["count"])
+    places = range(tile["first"], tile["first"] + tile["num_tokens"])
     return planned.listed_tokens[places].tolist() if tile["is_listed"] else list(places)
 
 
