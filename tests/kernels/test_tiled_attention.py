@@ -53,7 +53,7 @@ def attend(batch: PagedBatch, **options: Any) -> torch.Tensor:
 
 
 def options_of(batch: PagedBatch, call: dict[str, Any]) -> dict[str, Any]:
-    sinks = {"sinks": fresh(batch.query.shape[1])} if "sinks" in call else {}
+    sinks = {"sinks": fresh(batch.query.shape[1]) + 4} if "sinks" in call else {}
     return {"scaling": SCALING} | call | sinks
 
 
