@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from engine_core import EngineConfig
 from engine_core.engine import EngineCore
-from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
+from engine_core.runner import ComputedStep, ModelInfo, ScheduledRequest, StepResult
 from engine_core.server import run_process
 
 
@@ -25,8 +25,8 @@ class EchoRunner:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         pass
 
-    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
-        return StepResult([_next_token(entry) if entry.samples else None for entry in batch])
+    def launch(self, batch: Sequence[ScheduledRequest]) -> ComputedStep:
+        return ComputedStep(StepResult([_next_token(entry) if entry.samples else None for entry in batch]))
 
 
 def _next_token(entry: ScheduledRequest) -> int:

@@ -34,6 +34,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         scheduling_policy: `fcfs`, or `priority` (lower first, then by arrival).
         reserve_full_sequence: admit a request only if the pool has room for its whole present sequence, not
             just for its first chunk.
+        async_scheduling: schedule and launch the next step while one runs, where nothing but its tokens can differ;
+            default where the device computes by itself (CUDA).
         watermark: share of the pool kept free when a request is admitted beside running ones.
         prefix_caching_hash_seed: root of the hash chains in the `_cbor` modes and of the xxhash modes.
         full_prompt_hit: what to do when every block of a prompt is cached. `drop_last_block` is what peers do.
@@ -73,6 +75,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     scheduling_policy: SchedulingPolicy = "fcfs"
     reserve_full_sequence: bool = True
     watermark: float = 0.0
+    async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: HashAlgo = "sha256"
     prefix_caching_hash_seed: str | None = None

@@ -14,6 +14,7 @@ from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, Reque
 from ipc.stats import EngineStats, PrefixCacheReset
 
 from .admission import AdmissionGate
+from .ahead import schedule_ahead
 from .checks import check_config, check_request
 from .config import EngineConfig
 from .encoder_cache import encoder_cache_bytes
@@ -22,8 +23,9 @@ from .feature_checks import FeatureLimits, check_features, check_inputs
 from .features import FeatureManager
 from .kv_cache import BlockHasher, BlockResidency, KVCacheManager
 from .request import Request
-from .runner import ModelInfo, Runner
+from .runner import LaunchedStep, ModelInfo, Runner, StepResult
 from .scheduler import Scheduler
+from .step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,8 @@ class EngineCore:
             max_num_queued_requests=config.max_num_queued_requests,
             max_num_queued_tokens=config.max_num_queued_tokens,
         )
+        self._schedules_ahead = info.runs_apart if config.async_scheduling is None else config.async_scheduling
+        self._ahead: _Launch | None = None
         self._num_failed_steps = 0
         self.num_consecutive_failed_steps = 0
 
@@ -182,15 +186,18 @@ class EngineCore:
 
         If the model fails, the requests of this step end with `finish_reason` "error", their blocks
         are freed, nothing computed in this step stays in the cache, and the engine goes on.
+
+        With `async_scheduling` the step after this one may be running when this returns (`ahead`): what happens to its
+        requests until the next call is as if it had not begun.
         """
-        step = self._scheduler.schedule()
-        self._gate.observe_step()
+        launched, self._ahead = self._ahead or self._launch(self._scheduler.schedule()), None
+        step = launched.step
         if not step.scheduled:
             return EngineOutputs(step.failed)
+        ahead = schedule_ahead(self._scheduler, step) if self._schedules_ahead and launched.is_running else None
+        behind = None if ahead is None else self._launch(ahead)
         try:
-            if step.copies:
-                self.runner.copy_blocks(step.copies)
-            result = self.runner.execute(step.scheduled)
+            result = launched.wait()
         except Exception as error:
             self._num_failed_steps += 1
             self.num_consecutive_failed_steps += 1
@@ -201,7 +208,20 @@ class EngineCore:
                 output.error = reason
             return EngineOutputs(step.failed + outputs)
         self.num_consecutive_failed_steps = 0
-        return EngineOutputs(step.failed + self._scheduler.update(step, result))
+        self._ahead = behind
+        return EngineOutputs(step.failed + self._scheduler.update(step, result, ahead))
+
+    def _launch(self, step: Step) -> _Launch:
+        self._gate.observe_step()
+        launch = _Launch(step)
+        if step.scheduled:
+            try:
+                if step.copies:
+                    self.runner.copy_blocks(step.copies)
+                launch.running = self.runner.launch(step.scheduled)
+            except Exception as error:
+                launch.error = error
+        return launch
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._scheduler.requests)
@@ -210,7 +230,7 @@ class EngineCore:
         """Whether `step` would do something now. False while all unfinished requests wait for inputs; that one of them
         has waited too long is work.
         """
-        return self._scheduler.has_work_now()
+        return self._ahead is not None or self._scheduler.has_work_now()
 
     def take_wanted(self) -> list[WantedFeature]:
         """The features whose inputs are needed, each once: to be answered by `supply_feature`, unless its request ends.
@@ -268,6 +288,27 @@ class EngineCore:
     def _hash_blocks(self, request: Request) -> None:
         if self.config.enable_prefix_caching:
             self._hasher.extend(request)
+
+
+@dataclasses.dataclass(slots=True)
+class _Launch:
+    """A step, and what is known of how it runs: nothing if it is empty. A launch that failed says so when it is waited
+    for, so that what the step before it has computed is handed out first.
+    """
+
+    step: Step
+    running: LaunchedStep | None = None
+    error: Exception | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.running is not None
+
+    def wait(self) -> StepResult:
+        if self.error is not None:
+            raise self.error
+        assert self.running is not None
+        return self.running.wait()
 
 
 def _cache_config(config: EngineConfig) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """The wall between scheduling and computing: what the scheduler hands over, and who takes it.
 
+A step is launched, and waited for later: in between, the engine may launch the one after it.
+
 `engine_core.model.ModelRunner` is the real one. Anything with this shape can stand in for it.
 """
 
@@ -32,6 +34,10 @@ class ScheduledRequest:
     to slot `block_ids[p // block_size] * block_size + p % block_size`, except in the first
     `num_shared_blocks` blocks: those were found in the cache, hold their K/V already and are never written
     (slot -1). `features` are those with an embedded token among the tokens to compute, by position.
+
+    With `follows` the one token to compute is what the step launched just before samples for its own batch's
+    `follows`-th request, which is this one. Nobody knows it yet: it is not in `request.token_ids`, and `start` is where
+    it will be.
     """
 
     request: Request
@@ -40,11 +46,17 @@ class ScheduledRequest:
     block_ids: Sequence[int]
     num_shared_blocks: int
     features: Sequence[EncodedFeature] = ()
+    follows: int | None = None
+
+    @property
+    def end(self) -> int:
+        """How many tokens the sequence has up to and including those to compute."""
+        return self.start + self.num_tokens
 
     @property
     def samples(self) -> bool:
         """Whether this step reaches the end of the sequence, so that a next token comes out of it."""
-        return self.start + self.num_tokens == self.request.num_tokens
+        return self.follows is not None or self.end == self.request.num_tokens
 
 
 @dataclass(slots=True)
@@ -80,7 +92,8 @@ class ModelInfo:
 
     `cache_namespace` (hex) is equal exactly where KV blocks may be shared: same weights, KV dtype, block size
     and layout; `tokenizer_digest` is that of the model's directory, empty where there is none.
-    `multimodal` is None for models of text only.
+    `multimodal` is None for models of text only. `runs_apart` says that `Runner.launch` returns long before the step has
+    run, so that it pays to schedule the next one meanwhile.
     """
 
     name: str
@@ -91,6 +104,28 @@ class ModelInfo:
     cache_namespace: str
     tokenizer_digest: str = ""
     multimodal: MultimodalInfo | None = None
+    runs_apart: bool = False
+
+
+class LaunchedStep(Protocol):
+    """A step that may still be running."""
+
+    def wait(self) -> StepResult:
+        """What came out of it, when it has run. Called once at most; raises whatever went wrong in it.
+
+        On an exception nothing is known about the K/V written in this step, and in one launched behind it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step that was computed when it was launched."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 class Runner(Protocol):
@@ -115,9 +150,10 @@ class Runner(Protocol):
         """
         ...
 
-    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
-        """Compute one step. `batch` is never empty.
+    def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:
+        """Begin to compute one step. `batch` is never empty; it and what it refers to may change once this returns.
 
-        On an exception nothing is known about the K/V written in this step.
+        One more step at most is launched before this one was waited for. Whatever is called in a later call, `copy_blocks`
+        and `encode` included, happens after it. An exception here is like one of `LaunchedStep.wait`.
         """
         ...

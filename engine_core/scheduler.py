@@ -153,8 +153,21 @@ class Scheduler:
             self.waiting.remove(request)
         self._finish(request)
 
+    def has_more_to_do(self) -> bool:
+        """Whether `schedule` would do more than go on with those that run, or might."""
+        if self._failing or (self.num_open_seats > 0 and self.waiting.peek() is not None):
+            return True
+        return self._optional_features is not None and self._optional_features.has_work_now()
+
+    def ends_with_next_token(self, request: Request) -> bool:
+        """Whether the length of `request` alone will end it then."""
+        return request.num_output_tokens + 1 >= request.max_tokens or request.num_tokens + 1 >= self.max_model_len
+
     def schedule(self) -> Step:
-        """Plan one step and allocate its slots. Follow it with `update`, or with `withdraw` if it cannot run."""
+        """Plan one step and allocate its slots. Follow it with `update`, or with `withdraw` if it cannot run.
+
+        Not while a step is running: it may free blocks and look for hits (`ahead.schedule_ahead` does neither).
+        """
         step = Step()
         if self._optional_features is not None:
             self._begin_features(step)
@@ -324,8 +337,12 @@ class Scheduler:
         self.counters.preemptions += 1
         self.waiting.put_back(request)
 
-    def update(self, step: Step, result: StepResult) -> list[RequestOutput]:
-        """The step has run: append what was sampled, finish who is done. One output per sampled token."""
+    def update(self, step: Step, result: StepResult, ahead: Step | None = None) -> list[RequestOutput]:
+        """The step has run: append what was sampled, finish who is done. One output per sampled token.
+
+        Nothing is made of the tokens of requests that were aborted or preempted since it was scheduled. `ahead` is the
+        step launched behind it: blocks that its tokens fill can be found from now on.
+        """
         self.kv.commit_step()
         self.counters.count_step(step.num_tokens)
         now_s = time.monotonic()
@@ -333,6 +350,8 @@ class Scheduler:
         finished = False
         for place, (entry, token_id) in enumerate(zip(step.scheduled, result.token_ids, strict=True)):
             request = entry.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
             request.num_computed_tokens += entry.num_tokens
             if entry.start < request.features_end:
                 self.features.unpin_computed(request)
@@ -348,9 +367,12 @@ class Scheduler:
             # Before this token's block is hashed: the others share the prompt's hashes, not that of its first output.
             if request.index == 0 and request.num_output_tokens == 1 and request.sampling_params.n > 1:
                 self._fork(request)
-            if len(request.token_ids) % self.kv.block_size == 0:
+            fills_block = len(request.token_ids) % self.kv.block_size == 0
+            if fills_block:
                 self.hash_blocks(request)
             finish_reason, stop_reason = self._finish_reason(request, token_id)
+            if fills_block and ahead is not None and finish_reason is None:
+                self.kv.register_known(request)
             output = RequestOutput(
                 request.output_id,
                 [token_id],
@@ -381,15 +403,18 @@ class Scheduler:
             self.waiting.put_back(child)
 
     def withdraw(self, step: Step) -> list[RequestOutput]:
-        """The step failed: end its requests, all continuations, and forget what it registered.
+        """The step failed: end its requests, all continuations, and forget what it registered. A step launched behind it
+        has failed with it.
 
-        Returns one output, to be completed with the error, for each request ended.
+        Requests that were aborted or preempted since it was scheduled are none of its. Returns one output, to be
+        completed with the error, for each request ended.
         """
-        failed = {}
-        for entry in step.scheduled:
-            request = entry.request
-            failed[request.output_id] = request.num_cached_tokens or 0
-            self.kv.withdraw(request)
+        self.kv.withdraw_step()
+        failed = {
+            entry.request.output_id: entry.request.num_cached_tokens or 0
+            for entry in step.scheduled
+            if entry.request.status is RequestStatus.RUNNING
+        }
         return [RequestOutput(output_id, [], failed[output_id], "error") for output_id in self.abort(failed)]
 
     def preempt_all(self) -> None:

@@ -110,6 +110,16 @@ class SamplingParams(Struct, array_like=True, frozen=True):
     prompt_logprobs: int | None = None
     n: int = 1
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether each token changes what the tokens after it are drawn from."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def looks_at_last_token(self) -> bool:
+        """Whether a token can be drawn, beyond the model's own part, only when those before it are known."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words_token_ids)
+
 
 class EngineRequest(Struct, array_like=True, frozen=True):
     """One sequence to continue. `request_id` is unique among its sender's unfinished requests.

@@ -10,12 +10,13 @@ which the step has no row, or another picture's, and one that is computed withou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from engine_core.feature_layout import feature_units
 from engine_core.request import Request
-from engine_core.runner import ModelInfo, MultimodalInfo, ScheduledRequest, StepResult
+from engine_core.runner import ComputedStep, LaunchedStep, ModelInfo, MultimodalInfo, ScheduledRequest, StepResult
 from ipc.messages import MultimodalFeature
 from tests.feature_prompts import content_of, placed_rows, rows_of, true_rows
 
@@ -36,8 +37,22 @@ class WrongStepError(BaseException):
     """No `Exception`: an engine ends the requests of a step that raises one, and goes on."""
 
 
+@dataclass(frozen=True)
+class FailedStep:
+    """A step that went wrong, which shows when it is waited for."""
+
+    error: Exception
+
+    def wait(self) -> StepResult:
+        raise self.error
+
+
 class CheckingRunner:
-    """`fail_next` makes the next step write its slots with garbage and raise; `encoder_fails` what it says for a key.
+    """`fail_next` makes the next step write its slots with garbage and raise, with `fails_late` when it is waited for;
+    whatever is launched behind it fails, too. `encoder_fails` is what the encoder says for a key.
+
+    Steps are computed when they are launched. A token that is still unknown then (`ScheduledRequest.follows`) is taken
+    from what this runner computed last, never from the request.
 
     `encoded` are the contents (`tests.feature_prompts`) it was made to encode.
     """
@@ -60,9 +75,13 @@ class CheckingRunner:
         self.block_size = block_size
         self.slots: list[int | str] = ["never written"] * (num_blocks * block_size)
         self.fail_next = False
+        self.fails_late = False
         self.steps: list[int] = []
+        self.num_ahead = 0
         self.num_copied_blocks = 0
         self._digests: dict[str, tuple[Request, list[int]]] = {}
+        self._last_batch: Sequence[ScheduledRequest] = ()
+        self._last_tokens: Sequence[int | None] | None = ()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         if {source for source, _ in copies} & {target for _, target in copies}:
@@ -83,13 +102,24 @@ class CheckingRunner:
         self.encoded.append(content_of(feature))
         return rows_of(inputs["pixels"])
 
-    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
+    def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:
+        is_ahead = batch[0].follows is not None
+        if is_ahead and self._last_tokens is None:
+            self.fail_next = self.fails_late = True
         try:
-            return self._execute(batch)
+            result = self.execute(batch)
         except AssertionError as error:
             raise WrongStepError(str(error)) from error
+        except RuntimeError as error:
+            self._last_tokens = None
+            if not self.fails_late:
+                raise
+            return FailedStep(error)
+        self.num_ahead += is_ahead
+        self._last_batch, self._last_tokens = tuple(batch), result.token_ids
+        return ComputedStep(result)
 
-    def _execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
+    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         assert batch, "an empty step was executed"
         assert len({id(entry.request) for entry in batch}) == len(batch)
         self.steps.append(sum(entry.num_tokens for entry in batch))
@@ -102,11 +132,23 @@ class CheckingRunner:
         for entry in batch:
             self._read(entry)
         return StepResult(
-            [next_token(entry.request.token_ids, self.info.vocab_size) if entry.samples else None for entry in batch]
+            [next_token(self._tokens_of(entry), self.info.vocab_size) if entry.samples else None for entry in batch]
         )
 
+    def _tokens_of(self, entry: ScheduledRequest) -> list[int]:
+        """The sequence up to what this step computes."""
+        if entry.follows is None:
+            return entry.request.token_ids[: entry.end]
+        if self._last_tokens is None:
+            return [*entry.request.token_ids, 0]
+        assert self._last_batch[entry.follows].request is entry.request, f"{entry.request} follows somebody else"
+        assert entry.num_tokens == 1 and entry.start == len(entry.request.token_ids)
+        token = self._last_tokens[entry.follows]
+        assert token is not None, f"{entry.request} follows a step that sampled nothing for it"
+        return [*entry.request.token_ids, token]
+
     def _check_rows(self, entry: ScheduledRequest) -> None:
-        end = entry.start + entry.num_tokens
+        end = entry.end
         needed = _rows_between(map(true_rows, entry.request.features), entry.start, end)
         given = _rows_between((placed_rows(item.feature, item.output) for item in entry.features), entry.start, end)
         assert given == needed, f"{entry.request}: rows of {sorted(given)} at [{entry.start}, {end})"
@@ -117,36 +159,38 @@ class CheckingRunner:
 
     def _write(self, entry: ScheduledRequest) -> None:
         assert entry.num_tokens > 0
-        digests = self._digests_of(entry.request)
-        for position in range(entry.start, entry.start + entry.num_tokens):
+        digests = self._digests_of(entry)
+        for position in range(entry.start, entry.end):
             if position // self.block_size < entry.num_shared_blocks:
                 assert entry.num_tokens == 1 and entry.samples, "only a full hit recomputes a shared position"
                 continue
             self.slots[self._slot(entry, position)] = "garbage" if self.fail_next else digests[position]
 
     def _read(self, entry: ScheduledRequest) -> None:
-        digests = self._digests_of(entry.request)
-        for position in range(entry.start + entry.num_tokens):
+        digests = self._digests_of(entry)
+        for position in range(entry.end):
             held = self.slots[self._slot(entry, position)]
             assert held == digests[position], f"{entry.request} reads {held} at position {position}"
 
     def _slot(self, entry: ScheduledRequest, position: int) -> int:
         return entry.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _digests_of(self, request: Request) -> list[int]:
+    def _digests_of(self, entry: ScheduledRequest) -> list[int]:
+        request = entry.request
         known, digests = self._digests.get(request.request_id, (None, []))
         if known is not request:
             digests = []
             self._digests[request.request_id] = (request, digests)
         seen = self._what_pictures_decide(request)
-        for position in range(len(digests), request.num_tokens):
+        token_ids = self._tokens_of(entry)
+        for position in range(len(digests), entry.end):
             covering = tuple(
                 (span.kind, span.key, position - span.start)
                 for span in request.extra_key_spans
                 if span.start <= position and (span.end is None or position < span.end)
             )
             digests.append(
-                hash((digests[-1] if digests else 0, request.token_ids[position], covering, seen.get(position)))
+                hash((digests[-1] if digests else 0, token_ids[position], covering, seen.get(position)))
             )
         return digests
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from engine_core.runner import ModelInfo, MultimodalInfo, ScheduledRequest, StepResult
+from engine_core.runner import ComputedStep, ModelInfo, MultimodalInfo, ScheduledRequest, StepResult
 from ipc.messages import MultimodalFeature, TokenLogprob
 
 VOCAB_SIZE = 1000
@@ -64,6 +64,9 @@ class FakeRunner:
 
     def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> None:
         assert inputs, feature
+
+    def launch(self, batch: Sequence[ScheduledRequest]) -> ComputedStep:
+        return ComputedStep(self.execute(batch))
 
     def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
         time.sleep(self.step_s)

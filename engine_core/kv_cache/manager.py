@@ -64,7 +64,8 @@ class KVCacheManager:
     """Gives requests their slots and remembers which blocks hold which prefix.
 
     A block is registered when the step that fills it is *scheduled*, so that another request of the same step can
-    share it; until `commit_step` that is provisional, and `withdraw` undoes it.
+    share it, or as soon as its tokens are known if that is later; until `commit_step` that is provisional, and
+    `withdraw`, for all requests `withdraw_step`, undoes it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class KVCacheManager:
         else:
             self.pool = ObservedBlockPool(num_blocks, free_order, residency)
         self.tables: dict[str, BlockTable] = {}
-        self._first_provisional: dict[str, int] = {}
+        self._provisional: dict[str, list[KVCacheBlock]] = {}
         self._shortage: Shortage | None = None
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
@@ -160,8 +161,7 @@ class KVCacheManager:
             new_blocks = self.pool.get_new_blocks(num_needed)
             table.blocks += new_blocks
             table.block_ids += [block.block_id for block in new_blocks]
-        if self.enable_caching:
-            self._register_full_blocks(request, table, num_tokens // self.block_size)
+        self._register_full_blocks(request, table, num_tokens)
         return new_blocks
 
     def _first_missing_hash(self, request: Request, hit: PrefixHit) -> bytes | None:
@@ -169,25 +169,35 @@ class KVCacheManager:
             return None
         return request.block_hashes[len(hit.blocks)]
 
-    def _register_full_blocks(self, request: Request, table: BlockTable, num_full: int) -> None:
+    def register_known(self, request: Request) -> None:
+        """All tokens of the request, which has a table, are computed or being computed: register the blocks they fill."""
+        self._register_full_blocks(request, self.tables[request.request_id], request.num_tokens)
+
+    def _register_full_blocks(self, request: Request, table: BlockTable, num_tokens: int) -> None:
         first = table.num_registered_blocks
-        if first >= num_full:
+        # A token that a step computes before it is known, at most one, is in no hash yet.
+        num_full = min(num_tokens, request.num_tokens) // self.block_size
+        if first >= num_full or not self.enable_caching:
             return
-        self.pool.register(table.blocks[first:num_full], request.block_hashes[first:num_full])
+        blocks = table.blocks[first:num_full]
+        self.pool.register(blocks, request.block_hashes[first:num_full])
         table.num_registered_blocks = num_full
-        self._first_provisional.setdefault(request.request_id, first)
+        self._provisional.setdefault(request.request_id, []).extend(blocks)
 
     def commit_step(self) -> None:
         """The step has run: what it registered holds."""
-        self._first_provisional.clear()
+        self._provisional.clear()
 
     def withdraw(self, request: Request) -> None:
         """Free the request's blocks; those it registered in the present step were never filled and are forgotten."""
-        first = self._first_provisional.pop(request.request_id, None)
-        if first is not None:
-            table = self.tables[request.request_id]
-            self.pool.unregister(table.blocks[first : table.num_registered_blocks])
+        self.pool.unregister(self._provisional.pop(request.request_id, ()))
         self.free(request)
+
+    def withdraw_step(self) -> None:
+        """The step has failed: forget what it registered, also for requests that hold no blocks any more."""
+        for blocks in self._provisional.values():
+            self.pool.unregister(blocks)
+        self._provisional.clear()
 
     def free(self, request: Request) -> None:
         """Give up the request's table, deepest block first. A request without one is fine."""

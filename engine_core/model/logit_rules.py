@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from engine_core.request import Request
-from ipc.messages import SamplingParams
 from kernels.penalties import LARGEST_LOGIT, Penalties, SeenTokens, penalize
 
 from .token_history import TokenHistory
@@ -66,12 +65,8 @@ def _has_rules(request: Request) -> bool:
         or params.allowed_token_ids is not None
         or params.bad_words_token_ids
         or params.min_tokens > request.num_output_tokens
-        or _has_penalties(params)
+        or params.has_penalties
     )
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ class _PreparedRules:
             bad_words=bad_words,
             # Nothing keeps a stop token within the vocabulary: one outside it just never comes.
             end_ids=_as_ids(token_id for token_id in end_ids if 0 <= token_id < vocab_size),
-            history=TokenHistory(request) if _has_penalties(params) else None,
+            history=TokenHistory(request) if params.has_penalties else None,
         )
 
     def forbidden_ids(self, request: Request) -> np.ndarray:

@@ -70,6 +70,7 @@ class Workload:
             enable_prefix_caching=rng.random() < 0.9,
             max_num_queued_requests=rng.choice([None, None, 3]),
             max_num_queued_tokens=rng.choice([None, None, 40]),
+            async_scheduling=rng.random() < 0.5,
         )
         self.config = msgspec.structs.replace(config, **self.more_settings())
         self.runner = CheckingRunner(
@@ -129,7 +130,7 @@ class Workload:
         assert waiting.num_tokens == sum(map(num_waiting_tokens, waiting))
 
     def step(self) -> None:
-        self.runner.fail_next = self.rng.random() < 0.01
+        self.runner.fail_next, self.runner.fails_late = self.rng.random() < 0.01, self.rng.random() < 0.5
         for output in self.engine.step().outputs:
             if output.index:
                 self.others[output.request_id][output.index] += output.new_token_ids
@@ -170,7 +171,7 @@ class Workload:
 
 def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workload] = Workload) -> int:
     deadline = time.monotonic() + duration_s
-    rounds = num_short_cuts = 0
+    rounds = num_short_cuts = num_ahead = 0
     while time.monotonic() < deadline:
         workload = make(random.Random(f"{policy}{seed}{rounds}"), policy)
         try:
@@ -180,7 +181,9 @@ def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workl
             raise
         rounds += 1
         num_short_cuts += len(workload.short_cuts)
+        num_ahead += workload.runner.num_ahead
     assert num_short_cuts, "nobody ever waited for room"
+    assert num_ahead, "no step was scheduled ahead"
     return rounds
 
 

@@ -233,8 +233,7 @@ class SpeakingRunner(CheckingRunner):
         result = super().execute(batch)
         for place, entry in enumerate(batch):
             if entry.samples:
-                request = entry.request
-                result.token_ids[place] = self._says[request.num_tokens - request.num_prompt_tokens]
+                result.token_ids[place] = self._says[entry.end - entry.request.num_prompt_tokens]
         return result
 
 
