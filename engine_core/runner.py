@@ -54,6 +54,11 @@ class ScheduledRequest:
         return self.start + self.num_tokens
 
     @property
+    def num_output_tokens(self) -> int:
+        """How many of them are no prompt's."""
+        return self.end - self.request.num_prompt_tokens
+
+    @property
     def samples(self) -> bool:
         """Whether this step reaches the end of the sequence, so that a next token comes out of it."""
         return self.follows is not None or self.end == self.request.num_tokens

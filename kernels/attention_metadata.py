@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,6 +91,7 @@ class AttentionMetadata:
             window limits how far back a token sees, not this. None: all see up to themselves.
         planned_seq_len: kernels are planned for sequences that may grow to this length, not for `seq_lens`, and without
             shared prefixes: the launches are right, then, for any values in `on_device`, as a captured graph wants.
+        upload: makes a tensor on `device` of an array that changes no more; by default by a copy that is waited for.
 
     Attributes:
         slots: `slot_mapping` on the device, as what writes K/V wants it.
@@ -108,6 +109,7 @@ class AttentionMetadata:
     device: torch.device
     visible_to: np.ndarray | None = None
     planned_seq_len: int | None = None
+    upload: Callable[[np.ndarray], torch.Tensor] | None = None
     slots: SlotMapping = field(init=False)
     _tiles: dict[int | None, list[AttentionTile]] = field(init=False, default_factory=dict, repr=False)
     _on_device: DeviceBatch | None = field(init=False, default=None, repr=False)
@@ -250,4 +252,5 @@ class AttentionMetadata:
         return blocks * self.block_size + positions % self.block_size
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self.device)
+        values = np.ascontiguousarray(values, dtype=np.int64)
+        return torch.from_numpy(values).to(self.device) if self.upload is None else self.upload(values)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine_core.runner import ScheduledRequest
@@ -15,6 +16,7 @@ from .attention import LayerKV
 from .input_batch import InputBatch
 from .picture_encoder import EncodedRows
 from .picture_positions import PicturePositions
+from .staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,13 @@ def step_logits(
     inputs: InputBatch,
     layer_kv: LayerKV,
     positions: PicturePositions | None,
+    staging: Staging,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """A forward of `batch`, which `inputs` lays out: from places in it to their logits `[num_places, vocab_size]`."""
-    pictures = picture_rows(batch, inputs.input_ids.device)
+    pictures = picture_rows(batch, staging)
     position_ids = None if positions is None else positions.position_ids(batch)
     arguments: dict[str, Any] = {
-        "position_ids": inputs.position_ids if position_ids is None else position_ids.to(inputs.position_ids.device)
+        "position_ids": inputs.position_ids if position_ids is None else staging.upload(position_ids)[0]
     }
     if pictures is None:
         arguments["input_ids"] = inputs.input_ids
@@ -51,9 +54,9 @@ def step_logits(
     return logits_of
 
 
-def picture_rows(batch: Sequence[ScheduledRequest], device: torch.device) -> PictureRows | None:
+def picture_rows(batch: Sequence[ScheduledRequest], staging: Staging) -> PictureRows | None:
     """None if no token of `batch` stands for a row of a picture."""
-    places: list[torch.Tensor] = []
+    places: list[np.ndarray] = []
     parts: list[tuple[torch.Tensor, ...]] = []
     first_place = 0
     for item in batch:
@@ -65,14 +68,14 @@ def picture_rows(batch: Sequence[ScheduledRequest], device: torch.device) -> Pic
                 end = min(encoded.feature.start + range_end, item.start + item.num_tokens)
                 if start < end:
                     row = first_row + start - (encoded.feature.start + range_start)
-                    places.append(torch.arange(start, end) + (first_place - item.start))
+                    places.append(np.arange(start, end) + (first_place - item.start))
                     parts.append(tuple(rows[row : row + end - start] for rows in (output.rows, *output.deepstack)))
                 first_row += range_end - range_start
         first_place += item.num_tokens
     if not places:
         return None
     rows, *deepstack = (torch.cat(rows) for rows in zip(*parts, strict=True))
-    return PictureRows(torch.cat(places).to(device), rows, tuple(deepstack))
+    return PictureRows(staging.upload(np.concatenate(places))[0], rows, tuple(deepstack))
 
 
 def _embed(model: Any, input_ids: torch.Tensor, pictures: PictureRows) -> torch.Tensor:

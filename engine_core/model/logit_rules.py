@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from engine_core.request import Request
+from engine_core.runner import ScheduledRequest
 from kernels.penalties import LARGEST_LOGIT, Penalties, SeenTokens, penalize
 
+from .staging import Staging
 from .token_history import TokenHistory
 
 
@@ -31,25 +33,28 @@ class LogitRules:
         self._eos_token_ids = eos_token_ids
         self._prepared: WeakKeyDictionary[Request, _PreparedRules] = WeakKeyDictionary()
 
-    def apply(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-        """`logits` `[len(requests), vocab_size]` as their requests want them, in float32.
+    def apply(self, logits: torch.Tensor, batch: Sequence[ScheduledRequest], staging: Staging) -> torch.Tensor:
+        """`logits` `[len(batch), vocab_size]` as their requests want them, in float32.
 
         The same tensor if no request has a rule, else a new one. Every row keeps a possible token: where the
         exclusions together would leave none, the row obeys `allowed_token_ids` alone.
         """
-        rows = [row for row, request in enumerate(requests) if _has_rules(request)]
+        rows = [row for row, item in enumerate(batch) if _has_rules(item)]
         if not rows:
             return logits
         ruled = logits.to(torch.float32, copy=True)
-        ruled[rows] = self._apply_to_all(ruled[rows], [requests[row] for row in rows])
-        return ruled
+        if len(rows) == len(batch):
+            return self._apply_to_all(ruled, batch, staging)
+        (on_device,) = staging.upload(np.array(rows))
+        own = self._apply_to_all(ruled.index_select(0, on_device), [batch[row] for row in rows], staging)
+        return ruled.index_copy_(0, on_device, own)
 
-    def _apply_to_all(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-        rules = [self._prepare(request, logits.shape[-1]) for request in requests]
-        _add_biases(logits, rules)
-        _penalize(logits, requests, rules)
+    def _apply_to_all(self, logits: torch.Tensor, batch: Sequence[ScheduledRequest], staging: Staging) -> torch.Tensor:
+        rules = [self._prepare(item.request, logits.shape[-1]) for item in batch]
+        _add_biases(logits, rules, staging)
+        _penalize(logits, [item.request for item in batch], rules, staging)
         logits.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
-        return logits.masked_fill_(_exclusions(logits, requests, rules), float("-inf"))
+        return logits.masked_fill_(_exclusions(logits, batch, rules, staging), float("-inf"))
 
     def _prepare(self, request: Request, vocab_size: int) -> _PreparedRules:
         rules = self._prepared.get(request)
@@ -58,13 +63,13 @@ class LogitRules:
         return rules
 
 
-def _has_rules(request: Request) -> bool:
-    params = request.sampling_params
+def _has_rules(item: ScheduledRequest) -> bool:
+    params = item.request.sampling_params
     return bool(
         params.logit_bias
         or params.allowed_token_ids is not None
         or params.bad_words_token_ids
-        or params.min_tokens > request.num_output_tokens
+        or params.min_tokens > item.num_output_tokens
         or params.has_penalties
     )
 
@@ -100,14 +105,14 @@ class _PreparedRules:
             history=TokenHistory(request) if params.has_penalties else None,
         )
 
-    def forbidden_ids(self, request: Request) -> np.ndarray:
+    def forbidden_ids(self, item: ScheduledRequest) -> np.ndarray:
         """What may not come next, whatever is allowed."""
-        token_ids = request.token_ids
+        token_ids = item.request.token_ids
         completing = [
             word[-1] for word in self.bad_words.get(token_ids[-1], ()) if token_ids[1 - len(word) :] == list(word[:-1])
         ]
         parts = [self.bad_ids, _as_ids(completing)]
-        if request.num_output_tokens < request.sampling_params.min_tokens:
+        if item.num_output_tokens < item.request.sampling_params.min_tokens:
             parts.append(self.end_ids)
         return np.concatenate(parts)
 
@@ -116,48 +121,57 @@ def _as_ids(token_ids: Iterable[int]) -> np.ndarray:
     return np.array(list(token_ids), dtype=np.int64)
 
 
-def _add_biases(logits: torch.Tensor, rules: list[_PreparedRules]) -> None:
-    places = _places(logits, dict(enumerate(rule.bias_ids for rule in rules)))
-    if len(places):
-        biases = np.concatenate([rule.biases for rule in rules])
-        logits.view(-1)[places] += _column(biases, logits.device)
+def _add_biases(logits: torch.Tensor, rules: list[_PreparedRules], staging: Staging) -> None:
+    ids = dict(enumerate(rule.bias_ids for rule in rules))
+    if not any(len(part) for part in ids.values()):
+        return
+    places, biases = staging.upload(_places(logits, ids), _column(np.concatenate([rule.biases for rule in rules])))
+    logits.view(-1)[places] += biases
 
 
-def _penalize(logits: torch.Tensor, requests: list[Request], rules: list[_PreparedRules]) -> None:
+def _penalize(logits: torch.Tensor, requests: list[Request], rules: list[_PreparedRules], staging: Staging) -> None:
     """OpenAI's presence and frequency penalty, and the repetition penalty, of all that have one."""
     seen = {row: rule.history.update(requests[row]) for row, rule in enumerate(rules) if rule.history is not None}
     if not seen:
         return
     params = [requests[row].sampling_params for row in seen]
     lengths = [len(ids) for ids, _ in seen.values()]
-    ids, counts = torch.from_numpy(np.concatenate(list(seen.values()), axis=1)).to(logits.device)
-    starts, rows = (torch.tensor(values).to(logits.device) for values in ([0, *accumulate(lengths)], list(seen)))
-    of_rows = np.array([[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params])
-    penalties = Penalties(rows, *_column(of_rows.T, logits.device))
-    penalize(logits, SeenTokens(ids, counts, starts, max(lengths)), penalties)
+    ids, counts, starts, rows, *of_rows = staging.upload(
+        np.concatenate([ids for ids, _ in seen.values()]),
+        np.concatenate([counts for _, counts in seen.values()]),
+        np.array([0, *accumulate(lengths)]),
+        np.array(list(seen)),
+        _column([p.repetition_penalty for p in params]),
+        _column([p.frequency_penalty for p in params]),
+        _column([p.presence_penalty for p in params]),
+    )
+    penalize(logits, SeenTokens(ids, counts, starts, max(lengths)), Penalties(rows, *of_rows))
 
 
-def _exclusions(logits: torch.Tensor, requests: list[Request], rules: list[_PreparedRules]) -> torch.Tensor:
+def _exclusions(
+    logits: torch.Tensor, batch: Sequence[ScheduledRequest], rules: list[_PreparedRules], staging: Staging
+) -> torch.Tensor:
     """Bool, the shape of `logits`: True is impossible."""
     not_allowed = torch.zeros_like(logits, dtype=torch.bool)
     allowed = {row: rule.allowed_ids for row, rule in enumerate(rules) if rule.allowed_ids is not None}
     if allowed:
-        not_allowed[list(allowed)] = True
-        not_allowed.view(-1)[_places(logits, allowed)] = False
-    forbidden = _places(logits, {row: rule.forbidden_ids(requests[row]) for row, rule in enumerate(rules)})
+        rows, places = staging.upload(np.array(list(allowed)), _places(logits, allowed))
+        not_allowed.index_fill_(0, rows, True)
+        not_allowed.view(-1).index_fill_(0, places, False)
+    forbidden = _places(logits, {row: rule.forbidden_ids(batch[row]) for row, rule in enumerate(rules)})
     if not len(forbidden):
         return not_allowed
     excluded = not_allowed.clone()
-    excluded.view(-1)[forbidden] = True
+    excluded.view(-1).index_fill_(0, staging.upload(forbidden)[0], True)
     return torch.where(excluded.all(dim=-1, keepdim=True), not_allowed, excluded)
 
 
-def _places(logits: torch.Tensor, ids: dict[int, np.ndarray]) -> torch.Tensor:
+def _places(logits: torch.Tensor, ids: dict[int, np.ndarray]) -> np.ndarray:
     """Where in the flattened `logits` each row's `ids` lie, in order."""
     vocab_size = logits.shape[-1]
-    return torch.from_numpy(np.concatenate([row * vocab_size + part for row, part in ids.items()])).to(logits.device)
+    return np.concatenate([row * vocab_size + part for row, part in ids.items()])
 
 
-def _column(values: np.ndarray, device: torch.device) -> torch.Tensor:
+def _column(values: np.ndarray | list[float]) -> np.ndarray:
     """In float32, whose range it stays well within."""
-    return torch.from_numpy(values.clip(-LARGEST_LOGIT, LARGEST_LOGIT).astype(np.float32)).to(device)
+    return np.clip(values, -LARGEST_LOGIT, LARGEST_LOGIT).astype(np.float32)

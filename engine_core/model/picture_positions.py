@@ -69,12 +69,12 @@ class PicturePositions:
                 raise ValueError(f"mm_features[{index}]: touches the one before; their positions cannot be told apart")
             end = feature.end
 
-    def position_ids(self, batch: Sequence[ScheduledRequest]) -> torch.Tensor | None:
-        """`[3, 1, num_tokens]` on the CPU; None if no request of the batch has pictures: then places are positions."""
+    def position_ids(self, batch: Sequence[ScheduledRequest]) -> np.ndarray | None:
+        """`[3, 1, num_tokens]`; None if no request of the batch has pictures: then places are positions."""
         if not any(item.request.features for item in batch):
             return None
         columns = [self._columns(item) for item in batch]
-        return torch.from_numpy(np.concatenate(columns, axis=1))[:, None]
+        return np.concatenate(columns, axis=1)[:, None]
 
     def _columns(self, item: ScheduledRequest) -> np.ndarray:
         """`[3, item.num_tokens]`."""

@@ -15,18 +15,19 @@ import torch
 from engine_core.config import EngineConfig
 from engine_core.encoder_cache import encoder_cache_bytes
 from engine_core.errors import InvalidConfigError
-from engine_core.runner import ModelInfo, ScheduledRequest, StepResult
+from engine_core.runner import LaunchedStep, ModelInfo, ScheduledRequest, StepResult
 from ipc.messages import MultimodalFeature
 from kernels.copy_blocks import copy_blocks
 
 from .attention import PagedKV
+from .device_queue import CudaQueue, DeviceQueue
 from .fingerprint import cache_namespace, model_fingerprint, tokenizer_digest
 from .forward import step_logits
 from .head_replay import decoding_once
-from .input_batch import InputBatch, build_input_batch
+from .input_batch import InputBatch, SampledTokens, build_input_batch
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, takes_pictures
 from .logit_rules import LogitRules
-from .logprobs import prompt_logprobs, sampled_logprobs
+from .logprobs import add_prompt_logprobs, add_sampled_logprobs
 from .memory import choose_num_blocks
 from .passes import PassError, apply_passes
 from .picture_encoder import EncodedRows
@@ -35,6 +36,8 @@ from .pictures import Pictures
 from .probe import probe_layers
 from .rehearsal import SCRATCH_BLOCK_ID, heaviest_step
 from .sampler import sample
+from .staging import HostStaging, QueuedStaging, Staging
+from .step_outputs import RunningStep, StepOutputs
 from .support import LayerShape, usable_model_len
 from .threads import default_num_threads
 
@@ -44,6 +47,9 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Loads `config.model`, allocates the whole KV pool once and computes steps. One thread at a time.
 
+    On a device with a queue of its own (CUDA) a step is only queued by `launch`, and neither its inputs nor its outputs
+    make the host wait. `queue` is what stands in for it in tests.
+
     The number of threads and, for float32, the highest matmul precision are set for the whole process: torch has no
     other way.
 
@@ -52,7 +58,7 @@ class ModelRunner:
         UnsupportedModelError: the model cannot be served correctly (a kind of InvalidConfigError).
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, queue: DeviceQueue | None = None) -> None:
         started_s = time.monotonic()
         if (num_threads := config.num_threads or default_num_threads()) is not None:
             torch.set_num_threads(num_threads)
@@ -61,6 +67,9 @@ class ModelRunner:
         if self._dtype == torch.float32:
             torch.set_float32_matmul_precision("highest")
         self._block_size = config.block_size
+        self._queue = CudaQueue(self._device) if queue is None and self._device.type == "cuda" else queue
+        self._staging: Staging = HostStaging() if self._queue is None else QueuedStaging(self._queue)
+        self._sampled: SampledTokens | None = None
 
         path = Path(config.model)
         model_config = load_config(path)
@@ -104,6 +113,7 @@ class ModelRunner:
             cache_namespace=cache_namespace(model_fingerprint(path), dtype_name, config.block_size),
             tokenizer_digest=tokenizer_digest(path),
             multimodal=None if self._pictures is None else self._pictures.info,
+            runs_apart=self._queue is not None,
         )
         logger.info(
             "model_loaded name=%s dtype=%s device=%s threads=%d layers=%d blocks=%d kv_pool_bytes=%d load_s=%.1f",
@@ -135,9 +145,9 @@ class ModelRunner:
         return self._pictures.encoder.encode(feature, inputs)
 
     @torch.inference_mode()
-    def execute(self, batch: Sequence[ScheduledRequest]) -> StepResult:
-        """As `engine_core.runner.Runner.execute`."""
-        return self._compute(batch, self._key_caches, self._value_caches)
+    def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:
+        """As `engine_core.runner.Runner.launch`."""
+        return self._launch(batch, self._key_caches, self._value_caches)
 
     def _forward(
         self,
@@ -151,40 +161,53 @@ class ModelRunner:
             batch,
             block_size=self._block_size,
             dtype=self._dtype,
-            device=self._device,
+            staging=self._staging,
+            sampled=None if batch[0].follows is None else self._sampled,
             joins_touching=pictures is not None and pictures.joins_touching,
         )
         layer_kv = PagedKV(key_caches, value_caches, inputs.metadata)
-        return inputs, step_logits(
-            self._model, batch, inputs, layer_kv, None if pictures is None else pictures.positions
-        )
+        positions = None if pictures is None else pictures.positions
+        return inputs, step_logits(self._model, batch, inputs, layer_kv, positions, self._staging)
 
-    def _compute(
+    def _launch(
         self,
         batch: Sequence[ScheduledRequest],
         key_caches: dict[int, torch.Tensor],
         value_caches: dict[int, torch.Tensor],
-    ) -> StepResult:
-        inputs, logits_of = self._forward(batch, key_caches, value_caches)
-        with decoding_once(self._model):
-            logits = logits_of(inputs.logits_indices)
-            result = StepResult([None] * len(batch), prompt_logprobs=prompt_logprobs(batch, logits_of, self._device))
-        if inputs.sampling:
-            requests = [batch[index].request for index in inputs.sampling]
-            sampled = sample(self._rules.apply(logits, requests), requests)
-            for index, token in zip(inputs.sampling, sampled, strict=True):
+    ) -> RunningStep:
+        outputs = StepOutputs(len(batch))
+        with self._staging.step():
+            inputs, logits_of = self._forward(batch, key_caches, value_caches)
+            with decoding_once(self._model):
+                logits = logits_of(inputs.logits_indices)
+                add_prompt_logprobs(outputs, batch, logits_of, self._staging)
+            self._sampled = None
+            if inputs.sampling:
+                self._sample(batch, inputs.sampling, logits, outputs)
+            return outputs.send(self._staging)
+
+    def _sample(
+        self, batch: Sequence[ScheduledRequest], sampling: list[int], logits: torch.Tensor, outputs: StepOutputs
+    ) -> None:
+        rows = [batch[index] for index in sampling]
+        tokens = sample(self._rules.apply(logits, rows, self._staging), rows, self._staging)
+        self._sampled = SampledTokens(tokens, {index: row for row, index in enumerate(sampling)})
+
+        def read(result: StepResult, tensors: Sequence[torch.Tensor]) -> None:
+            for index, token in zip(sampling, tensors[0].tolist(), strict=True):
                 result.token_ids[index] = token
-            for row, logprob in sampled_logprobs(logits, sampled, requests).items():
-                result.logprobs[inputs.sampling[row]] = logprob
-        return result
+
+        outputs.add([tokens], read)
+        add_sampled_logprobs(outputs, batch, sampling, logits, tokens, self._staging)
 
     def _compute_alone(self, item: ScheduledRequest, shapes: dict[int, LayerShape]) -> torch.Tensor:
         """Logits of all tokens of a request without blocks, `[num_tokens, vocab_size]`, in a cache of their own."""
         num_blocks = -(-item.num_tokens // self._block_size)
-        _, logits_of = self._forward(
-            [dataclasses.replace(item, block_ids=range(num_blocks))], *self._allocate(num_blocks, shapes)
-        )
-        return logits_of(torch.arange(item.num_tokens, device=self._device))
+        with self._staging.step():
+            _, logits_of = self._forward(
+                [dataclasses.replace(item, block_ids=range(num_blocks))], *self._allocate(num_blocks, shapes)
+            )
+            return logits_of(torch.arange(item.num_tokens, device=self._device))
 
     def _allocate(
         self, num_blocks: int, shapes: dict[int, LayerShape]
@@ -208,7 +231,7 @@ class ModelRunner:
         key_caches, value_caches = self._allocate(SCRATCH_BLOCK_ID + 1, shapes)
         for cache in (*key_caches.values(), *value_caches.values()):
             cache.zero_()
-        self._compute(heaviest_step(config, max_model_len), key_caches, value_caches)
+        self._launch(heaviest_step(config, max_model_len), key_caches, value_caches).wait()
 
     def _reserved_bytes(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> int:
         """What a step and the encoder cache need besides the KV pool."""

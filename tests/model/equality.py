@@ -19,7 +19,7 @@ import transformers
 
 import engine_core.model.runner as runner_module
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
-from engine_core.request import Request
+from engine_core.runner import ScheduledRequest
 
 NUM_OUTPUT_TOKENS = 32
 # Below this gap between its two highest logits the reference's own choice is a matter of rounding.
@@ -153,11 +153,11 @@ def _recorded_logprobs(runs: dict[str, EngineRun]) -> Iterator[None]:
     """Look over the sampler's shoulder: the engine does not give out logits."""
     original = runner_module.sample
 
-    def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    def sample(logits: torch.Tensor, batch: Sequence[ScheduledRequest], staging: Staging) -> torch.Tensor:
         logprobs = logits.float().log_softmax(dim=-1).cpu()
-        for row, request in zip(logprobs, requests, strict=True):
-            runs[request.request_id].logprobs[request.num_output_tokens] = row
-        return original(logits, requests)
+        for row, item in zip(logprobs, batch, strict=True):
+            runs[item.request.request_id].logprobs[item.num_output_tokens] = row
+        return original(logits, batch, staging)
 
     with patch.object(runner_module, "sample", sample):
         yield

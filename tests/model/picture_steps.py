@@ -50,7 +50,7 @@ def prompt_logprobs(runner: ModelRunner, by_hand: HandMade, borders: Sequence[in
     """Of each prompt token but the first, and of the token that follows the prompt, whose steps end at `borders`."""
     found: list[TokenLogprob] = []
     for start, end in zip((0, *borders), (*borders, by_hand.request.num_tokens)):
-        result = runner.execute([by_hand.tokens(start, end)])
+        result = runner.launch([by_hand.tokens(start, end)]).wait()
         found += [*result.prompt_logprobs.get(0, []), *filter(None, [result.logprobs.get(0)])]
     return [entry.logprob for entry in found]
 

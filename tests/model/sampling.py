@@ -7,7 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from engine_core.model.logit_rules import LogitRules
+from engine_core.model.sampler import sample
+from engine_core.model.staging import HostStaging
 from engine_core.request import Request
+from engine_core.runner import ScheduledRequest
 from ipc.messages import EngineRequest, SamplingParams
 
 
@@ -18,6 +22,19 @@ def make_request(
     request = Request(source, max_tokens=1000, seed=seed, arrival_time_s=0.0)
     request.token_ids.extend(output)
     return request
+
+
+def at_the_end(requests: Sequence[Request]) -> list[ScheduledRequest]:
+    """Each as a step that computes its last token, and samples."""
+    return [ScheduledRequest(request, request.num_tokens - 1, 1, (), 0) for request in requests]
+
+
+def sampled(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    return sample(logits, at_the_end(requests), HostStaging()).tolist()
+
+
+def apply_rules(rules: LogitRules, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    return rules.apply(logits, at_the_end(requests), HostStaging())
 
 
 def reference_logits(logits: Sequence[float], request: Request, eos_token_ids: frozenset[int]) -> list[float]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine_core.model.input_batch import InputBatch, build_input_batch
+from engine_core.model.staging import HostStaging
 from engine_core.request import Request
 from engine_core.runner import EncodedFeature, ScheduledRequest
 from ipc.messages import EngineRequest, MultimodalFeature
@@ -28,7 +29,7 @@ def scheduled(
 
 def build(*batch: ScheduledRequest, joins_touching: bool = False) -> InputBatch:
     return build_input_batch(
-        batch, block_size=4, dtype=torch.float32, device=torch.device("cpu"), joins_touching=joins_touching
+        batch, block_size=4, dtype=torch.float32, staging=HostStaging(), joins_touching=joins_touching
     )
 
 

@@ -11,10 +11,16 @@ import pytest
 import torch
 
 from engine_core.model.logit_rules import LogitRules
-from engine_core.model.sampler import sample
 from engine_core.request import Request
 from ipc.messages import SamplingParams
-from tests.model.sampling import chi_square_p_value, make_request, reference_logits, reference_probabilities
+from tests.model.sampling import (
+    apply_rules,
+    chi_square_p_value,
+    make_request,
+    reference_logits,
+    reference_probabilities,
+    sampled,
+)
 
 VOCAB_SIZE = 40
 EOS = frozenset({2, 3})
@@ -74,7 +80,7 @@ def test_a_rule_does_what_its_definition_says(params: dict[str, Any]) -> None:
     request = make_request(PROMPT, OUTPUT, **params)
     logits = random_logits(1)
     before = logits.clone()
-    check(LogitRules(EOS).apply(logits, [request])[0], logits[0], request)
+    check(apply_rules(LogitRules(EOS), logits, [request])[0], logits[0], request)
     assert torch.equal(logits, before)
 
 
@@ -93,7 +99,7 @@ def test_rows_of_a_batch_have_nothing_to_do_with_each_other() -> None:
     logits = random_logits(len(requests))
     rules = LogitRules(EOS)
     for _ in range(2):  # the second time with what the first has prepared
-        ruled = rules.apply(logits, requests)
+        ruled = apply_rules(rules, logits, requests)
         for row, request in enumerate(requests):
             check(ruled[row], logits[row], request)
 
@@ -116,7 +122,7 @@ def test_rules_follow_a_sequence_as_it_grows() -> None:
     for _ in range(40):
         chosen = generator.sample(requests, generator.randint(1, 4))
         logits = random_logits(len(chosen))
-        for row, request in zip(rules.apply(logits, chosen), chosen, strict=True):
+        for row, request in zip(apply_rules(rules, logits, chosen), chosen, strict=True):
             check(row, logits[chosen.index(request)], request)
         for request in requests:
             request.token_ids.append(generator.randint(4, 8))
@@ -126,10 +132,10 @@ def test_another_continuation_of_a_prompt_counts_its_own_output() -> None:
     rules = LogitRules(EOS)
     parent = make_request(PROMPT, OUTPUT, frequency_penalty=1.0, n=2)
     logits = random_logits(2)
-    rules.apply(logits[:1], [parent])
+    apply_rules(rules, logits[:1], [parent])
     child = parent.fork(1)
     child.token_ids += [20, 20]
-    ruled = rules.apply(logits, [child, parent])
+    ruled = apply_rules(rules, logits, [child, parent])
     check(ruled[0], logits[0], child)
     check(ruled[1], logits[1], parent)
 
@@ -137,20 +143,20 @@ def test_another_continuation_of_a_prompt_counts_its_own_output() -> None:
 def test_without_rules_nothing_is_copied() -> None:
     logits = random_logits(2).bfloat16()
     requests = [make_request(temperature=0.0), make_request(min_tokens=2, output=[1, 1], logprobs=3, top_p=0.5)]
-    assert LogitRules(EOS).apply(logits, requests) is logits
+    assert apply_rules(LogitRules(EOS), logits, requests) is logits
 
 
 def test_a_rule_sees_bfloat16_logits_in_full_precision() -> None:
     """64.0 + 0.1 is 64.0 in bfloat16."""
     logits = torch.full((1, VOCAB_SIZE), 64.0, dtype=torch.bfloat16)
     request = make_request(temperature=0.0, logit_bias={17: 0.1})
-    assert sample(LogitRules(EOS).apply(logits, [request]), [request]) == [17]
+    assert sampled(apply_rules(LogitRules(EOS), logits, [request]), [request]) == [17]
 
 
 def test_what_is_prepared_dies_with_its_request() -> None:
     rules = LogitRules(EOS)
     request = make_request(repetition_penalty=2.0)
-    rules.apply(random_logits(1), [request])
+    apply_rules(rules, random_logits(1), [request])
     assert len(rules._prepared) == 1
     del request
     gc.collect()
@@ -174,16 +180,16 @@ def test_the_most_extreme_settings_still_draw_a_token(params: dict[str, Any], te
         make_request([1], seed=seed, temperature=temperature, top_k=5, top_p=0.9, min_p=0.01, **params)
         for seed in range(20)
     ]
-    ruled = LogitRules(EOS).apply(random_logits(1).expand(20, -1), requests)
+    ruled = apply_rules(LogitRules(EOS), random_logits(1).expand(20, -1), requests)
     assert not ruled.isnan().any()
-    assert sample(ruled, requests) == [7] * 20
+    assert sampled(ruled, requests) == [7] * 20
 
 
 def test_logits_of_minus_infinity_stay_impossible() -> None:
     logits = random_logits(1)
     logits[0, 1:] = -math.inf
     request = make_request([3, 4], repetition_penalty=1.5, frequency_penalty=-2.0, temperature=1.0)
-    assert sample(LogitRules(EOS).apply(logits, [request]), [request]) == [0]
+    assert sampled(apply_rules(LogitRules(EOS), logits, [request]), [request]) == [0]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +216,7 @@ def test_draws_follow_the_reference_distribution(params: dict[str, Any]) -> None
     logits = torch.randn(num_tokens, generator=torch.Generator().manual_seed(6))
     prompt, output = [5, 6, 7], [10, 5, 10, 6]
     requests = [make_request(prompt, output, seed=seed, **params) for seed in range(num_draws)]
-    drawn = sample(LogitRules(EOS).apply(logits.expand(num_draws, -1), requests), requests)
+    drawn = sampled(apply_rules(LogitRules(EOS), logits.expand(num_draws, -1), requests), requests)
     ruled = reference_logits(logits.tolist(), requests[0], EOS)
     expected = torch.tensor(reference_probabilities(ruled, SamplingParams(**params)), dtype=torch.float64)
     assert (expected > 0).sum() >= 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine_core import EngineCore, EngineRequest, SamplingParams
-from engine_core.model.logprobs import token_logprobs
+from engine_core.model.logprobs import entries, logprob_tensors
 from ipc.messages import RequestOutput, TokenLogprob
 from tests.model.equality import LOGPROB_TOLERANCE, load_reference_model, make_engine
 
@@ -62,6 +62,10 @@ def check_prompt(entries: list[TokenLogprob | None] | None, expected: torch.Tens
     assert entries[0] is None
     for position in range(1, len(prompt)):
         check_entry(entries[position], expected[position - 1], prompt[position], k)
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top_tokens: list[int]) -> list[TokenLogprob]:
+    return entries(logprob_tensors(logits, torch.tensor(token_ids), max(num_top_tokens)), num_top_tokens)
 
 
 def test_entries_are_the_log_softmax() -> None:

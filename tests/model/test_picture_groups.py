@@ -14,6 +14,7 @@ import transformers
 
 from engine_core.model.attention import PagedKV
 from engine_core.model.input_batch import build_input_batch
+from engine_core.model.staging import HostStaging
 from engine_core.model.loader import _model_class, load_config, load_model
 from engine_core.model.picture_groups import joins_touching
 from engine_core.model.probe import probe_layers
@@ -179,7 +180,7 @@ class Decoder:
     def compute(self, *batch: ScheduledRequest) -> list[torch.Tensor]:
         """Log-probabilities of each request's tokens in this step."""
         inputs = build_input_batch(
-            batch, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU, joins_touching=self.joins
+            batch, block_size=BLOCK_SIZE, dtype=torch.float32, staging=HostStaging(), joins_touching=self.joins
         )
         embeds = self.model.get_input_embeddings()(inputs.input_ids)
         for item, row in zip(batch, inputs.metadata.query_start_loc.tolist()):

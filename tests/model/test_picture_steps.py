@@ -80,7 +80,7 @@ def test_a_prompt_is_not_changed_by_its_company(family: Family) -> None:
     prompts = [family.prompt(kind) for kind in ("one", "text", "first and last")]
     alone = [prompt_logprobs(family.runner, HandMade(family.runner, prompt), []) for prompt in prompts]
     requests = [HandMade(family.runner, prompt, place) for place, prompt in enumerate(prompts)]
-    result = family.runner.execute([one.tokens(0, one.request.num_tokens) for one in requests])
+    result = family.runner.launch([one.tokens(0, one.request.num_tokens) for one in requests]).wait()
     for index, expected in enumerate(alone):
         together = [entry.logprob for entry in [*result.prompt_logprobs[index], result.logprobs[index]]]
         assert together == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
@@ -96,7 +96,7 @@ def test_the_vision_tower_never_attends_through_us(family: Family, monkeypatch: 
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.ATTENTION_NAME, forward)
     by_hand = HandMade(family.runner, family.prompt("one"))
     assert not calls
-    family.runner.execute([by_hand.tokens(0, by_hand.request.num_tokens)])
+    family.runner.launch([by_hand.tokens(0, by_hand.request.num_tokens)]).wait()
     assert calls
 
 
@@ -108,10 +108,10 @@ def test_a_generated_token_that_spells_a_picture_is_a_token(family: Family) -> N
     by_hand = HandMade(family.runner, text)
     by_hand.request.token_ids.append(placeholder)
     other = HandMade(family.runner, prompt, place=1)
-    family.runner.execute([by_hand.tokens(0, len(text.token_ids))])
-    result = family.runner.execute(
+    family.runner.launch([by_hand.tokens(0, len(text.token_ids))]).wait()
+    result = family.runner.launch(
         [by_hand.tokens(len(text.token_ids), len(text.token_ids) + 1), other.tokens(0, len(prompt.token_ids))]
-    )
+    ).wait()
     with torch.inference_mode():
         logits = family.reference(input_ids=torch.tensor([by_hand.request.token_ids])).logits[0, -1]
     assert result.token_ids[0] == int(logits.argmax())

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from engine_core.model.sampler import sample
-from tests.model.sampling import chi_square_p_value, make_request
+from tests.model.sampling import chi_square_p_value, make_request, sampled
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.5, -3.0])
 
@@ -16,7 +15,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.5, -3.0])
 def counts(logits: torch.Tensor, num_draws: int, **params: float) -> torch.Tensor:
     """How often each token came out, over `num_draws` fixed seeds."""
     requests = [make_request(seed=seed, **params) for seed in range(num_draws)]
-    tokens = sample(logits.expand(num_draws, -1), requests)
+    tokens = sampled(logits.expand(num_draws, -1), requests)
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
 
 
@@ -36,7 +35,7 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
 def test_positions_are_as_good_as_seeds() -> None:
     """One request's successive draws are independent of each other."""
     requests = [make_request([1] * (1 + i), seed=7) for i in range(2_000)]
-    tokens = torch.tensor(sample(LOGITS.expand(2_000, -1), requests))
+    tokens = torch.tensor(sampled(LOGITS.expand(2_000, -1), requests))
     expected = LOGITS.softmax(-1)
     assert chi_square_p_value(torch.bincount(tokens, minlength=8), expected * 2_000) > 1e-4
     pairs = torch.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64)
@@ -115,7 +114,7 @@ def test_wide_settings_look_at_the_whole_vocabulary() -> None:
 def test_the_narrowest_settings_are_greedy(params: dict[str, float]) -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     requests = [make_request(seed=seed, **params) for seed in range(50)]
-    assert sample(logits, requests) == logits.argmax(-1).tolist()
+    assert sampled(logits, requests) == logits.argmax(-1).tolist()
 
 
 def test_a_seed_decides_whatever_the_batch() -> None:
@@ -129,13 +128,13 @@ def test_a_seed_decides_whatever_the_batch() -> None:
         make_request(seed=6, temperature=3.0, top_k=100, top_p=0.9),
         make_request(seed=-(2**63)),
     ]
-    together = sample(rows, requests)
-    alone = [sample(rows[i : i + 1], [request])[0] for i, request in enumerate(requests)]
-    backwards = sample(rows.flip(0), requests[::-1])[::-1]
+    together = sampled(rows, requests)
+    alone = [sampled(rows[i : i + 1], [request])[0] for i, request in enumerate(requests)]
+    backwards = sampled(rows.flip(0), requests[::-1])[::-1]
     assert together == alone == backwards
 
 
 def test_seed_and_position_both_matter() -> None:
     logits = torch.zeros(1, 10_000)
     requests = [make_request([1] * position, seed=seed) for seed in range(10) for position in range(1, 11)]
-    assert len(set(sample(logits.expand(100, -1), requests))) > 90
+    assert len(set(sampled(logits.expand(100, -1), requests))) > 90
