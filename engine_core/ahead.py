@@ -7,8 +7,8 @@ host learns them one step later. A request whose token turns out to be its last 
 is thrown away with its blocks; that its length is reached is known before.
 
 Whatever else is to be done (somebody is admitted, a prompt goes on in chunks, somebody must give way, rules look at
-the last token) waits for the tokens, as if this file were not there. So a step scheduled ahead never preempts, admits or
-copies, and in the order of the device a block that step n frees is never written by anybody new before step n + 1,
+the last token) waits for the tokens, as if this file were not there. So a step scheduled ahead never preempts, admits
+or copies, and in the order of the device a block that step n frees is never written by anybody new before step n + 1,
 which may still write it, has run.
 """
 
@@ -39,9 +39,7 @@ def schedule_ahead(scheduler: Scheduler, step: Step) -> Step | None:
             return None
         table = scheduler.kv.tables[request.request_id]
         ahead.scheduled.append(
-            ScheduledRequest(
-                request, request.num_tokens, 1, table.block_ids, table.num_shared_blocks, follows=place
-            )
+            ScheduledRequest(request, request.num_tokens, 1, table.block_ids, table.num_shared_blocks, follows=place)
         )
     return ahead if ahead.scheduled else None
 

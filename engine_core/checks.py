@@ -47,6 +47,10 @@ def check_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 0:
             raise InvalidConfigError(f"{name}: must be at least 0, is {value}")
+    if config.cudagraph_capture_sizes and min(config.cudagraph_capture_sizes) < 1:
+        raise InvalidConfigError(
+            f"cudagraph_capture_sizes: must be at least 1, the smallest is {min(config.cudagraph_capture_sizes)}"
+        )
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise InvalidConfigError(
             f"max_num_batched_tokens: {config.max_num_batched_tokens} gives some of max_num_seqs={config.max_num_seqs}"

@@ -47,6 +47,9 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         prepack_weights: store weights in the layout the CPU computes with (CPU only).
         linear_kernel: compute bfloat16 linear layers in prepacked weights with Foreword's own kernel where it was built
             and the CPU has AVX512-BF16, not with the CPU's matrix library.
+        enforce_eager: launch every kernel of every step, and capture no graphs of decodes (CUDA only).
+        cudagraph_capture_sizes: of how many requests decodes are captured; a step is computed as the next larger one.
+            Default: sizes up to `max_num_seqs`, close to each other.
         max_num_queued_requests: most sequences that may wait beyond those that free seats (`max_num_seqs`) admit at
             once; further requests are refused as `overloaded`. A request with `n` continuations counts `n`.
         max_num_queued_tokens: the same for their prompt tokens.
@@ -87,6 +90,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     merge_projections: bool = True
     prepack_weights: bool = True
     linear_kernel: bool = True
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
     max_num_queued_requests: int | None = None
     max_num_queued_tokens: int | None = None
     encoder_cache_bytes: int | None = None

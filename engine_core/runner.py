@@ -97,8 +97,8 @@ class ModelInfo:
 
     `cache_namespace` (hex) is equal exactly where KV blocks may be shared: same weights, KV dtype, block size
     and layout; `tokenizer_digest` is that of the model's directory, empty where there is none.
-    `multimodal` is None for models of text only. `runs_apart` says that `Runner.launch` returns long before the step has
-    run, so that it pays to schedule the next one meanwhile.
+    `multimodal` is None for models of text only. `runs_apart` says that `Runner.launch` returns long before the step
+    has run, so that it pays to schedule the next one meanwhile.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Runner(Protocol):
     def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:
         """Begin to compute one step. `batch` is never empty; it and what it refers to may change once this returns.
 
-        One more step at most is launched before this one was waited for. Whatever is called in a later call, `copy_blocks`
-        and `encode` included, happens after it. An exception here is like one of `LaunchedStep.wait`.
+        One more step at most is launched before this one was waited for. Whatever is called in a later call,
+        `copy_blocks` and `encode` included, happens after it. An exception here is like one of `LaunchedStep.wait`.
         """
         ...

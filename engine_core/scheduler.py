@@ -403,8 +403,8 @@ class Scheduler:
             self.waiting.put_back(child)
 
     def withdraw(self, step: Step) -> list[RequestOutput]:
-        """The step failed: end its requests, all continuations, and forget what it registered. A step launched behind it
-        has failed with it.
+        """The step failed: end its requests, all continuations, and forget what it registered. A step launched behind
+        it has failed with it.
 
         Requests that were aborted or preempted since it was scheduled are none of its. Returns one output, to be
         completed with the error, for each request ended.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from .attention_plan import plan_attention
 from .attention_tiles import LayerHeads
-from .device_batch import DeviceBatch, DevicePlan, batch_to_device, plan_limits, plan_to_device
+from .device_batch import DeviceBatch, DevicePlan, Upload, batch_to_device, plan_limits, plan_to_device
 from .slot_mapping import SlotMapping
 
 # A longer chunk is cut into tiles, so that earlier ones need not look at keys only later ones see.
@@ -91,7 +91,7 @@ class AttentionMetadata:
             window limits how far back a token sees, not this. None: all see up to themselves.
         planned_seq_len: kernels are planned for sequences that may grow to this length, not for `seq_lens`, and without
             shared prefixes: the launches are right, then, for any values in `on_device`, as a captured graph wants.
-        upload: makes a tensor on `device` of an array that changes no more; by default by a copy that is waited for.
+        upload: arrays that change no more → tensors on `device`; by default by copies that are waited for.
 
     Attributes:
         slots: `slot_mapping` on the device, as what writes K/V wants it.
@@ -109,7 +109,7 @@ class AttentionMetadata:
     device: torch.device
     visible_to: np.ndarray | None = None
     planned_seq_len: int | None = None
-    upload: Callable[[np.ndarray], torch.Tensor] | None = None
+    upload: Upload | None = None
     slots: SlotMapping = field(init=False)
     _tiles: dict[int | None, list[AttentionTile]] = field(init=False, default_factory=dict, repr=False)
     _on_device: DeviceBatch | None = field(init=False, default=None, repr=False)
@@ -139,7 +139,7 @@ class AttentionMetadata:
         """What kernels read of the batch; copied once."""
         if self._on_device is None:
             self._on_device = batch_to_device(
-                self.query_start_loc, self.seq_lens, self.block_tables, self.visible_to, self.device
+                self.query_start_loc, self.seq_lens, self.block_tables, self.visible_to, self._upload
             )
         return self._on_device
 
@@ -158,7 +158,7 @@ class AttentionMetadata:
                 sliding_window=sliding_window,
                 visible_to=self.visible_to if length is None else None,
             )
-            self._plans[key] = plan_to_device(plan, self.device)
+            self._plans[key] = plan_to_device(plan, self._upload)
         return self._plans[key]
 
     def tiles(self, sliding_window: int | None) -> list[AttentionTile]:
@@ -252,5 +252,36 @@ class AttentionMetadata:
         return blocks * self.block_size + positions % self.block_size
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        values = np.ascontiguousarray(values, dtype=np.int64)
-        return torch.from_numpy(values).to(self.device) if self.upload is None else self.upload(values)
+        return self._upload(np.ascontiguousarray(values, dtype=np.int64))[0]
+
+    def _upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        if self.upload is not None:
+            return self.upload(*arrays)
+        return [torch.from_numpy(array).to(self.device) for array in arrays]
+
+
+def replayable_decode(
+    block_tables: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, block_size: int, dtype: torch.dtype
+) -> AttentionMetadata:
+    """Of a step of one token per request, whose numbers kernels read from these tensors whenever they run: what is
+    launched with it, and captured, is right for whatever the tensors hold by then. Only for Triton.
+
+    Args:
+        block_tables: int32 `[num_requests, max_blocks]`, contiguous rows.
+        positions: int32 `[num_requests]`; of a request at −1 nothing is read, and its output is 0.
+        slots: int64 `[num_requests]`; −1 stores nothing.
+    """
+    num_requests, max_blocks = block_tables.shape
+    metadata = AttentionMetadata(
+        query_start_loc=np.arange(num_requests + 1),
+        seq_lens=np.ones(num_requests, dtype=np.int64),
+        block_tables=np.zeros((num_requests, 1), dtype=np.int64),
+        slot_mapping=np.full(num_requests, -1),
+        block_size=block_size,
+        dtype=dtype,
+        device=block_tables.device,
+        planned_seq_len=max_blocks * block_size,
+    )
+    metadata.slots = SlotMapping(slots)
+    metadata._on_device = DeviceBatch(block_tables, positions, None)
+    return metadata

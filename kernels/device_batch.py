@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .attention_plan import AttentionPlan, PlanLimits
+
+# Arrays → tensors on the device, by one copy where that is possible. Each begins at a multiple of 64 bytes.
+Upload = Callable[..., list[torch.Tensor]]
 
 # Of int32: 64 bytes. So all addresses and strides are multiples of 16, and a kernel is compiled once for all steps.
 _ALIGNMENT = 16
@@ -32,7 +35,7 @@ class DeviceBatch:
 
     block_tables: torch.Tensor
     positions: torch.Tensor
-    visible_to: torch.Tensor | None
+    visible_to: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +55,20 @@ def batch_to_device(
     seq_lens: np.ndarray,
     block_tables: np.ndarray,
     visible_to: np.ndarray | None,
-    device: torch.device,
+    upload: Upload,
 ) -> DeviceBatch:
-    """The arguments are those of `AttentionMetadata`."""
+    """The other arguments are those of `AttentionMetadata`."""
     positions = np.arange(query_start_loc[-1]) + np.repeat(seq_lens - query_start_loc[1:], np.diff(query_start_loc))
     width = block_tables.shape[1]
     padded_tables = np.pad(block_tables, ((0, 0), (0, -width % _ALIGNMENT)))
-    tensors = _to_device([padded_tables, positions, *([] if visible_to is None else [visible_to])], device)
-    return DeviceBatch(tensors[0], tensors[1], None if visible_to is None else tensors[2])
+    arrays = [padded_tables, positions, *([] if visible_to is None else [visible_to])]
+    return DeviceBatch(*upload(*(_int32(array) for array in arrays)))
 
 
-def plan_to_device(plan: AttentionPlan, device: torch.device) -> DevicePlan:
+def plan_to_device(plan: AttentionPlan, upload: Upload) -> DevicePlan:
     """The same plan there."""
-    tables = [plan.narrow, plan.wide, plan.listed_tokens, plan.first_parts, plan.merged]
-    narrow, wide, listed_tokens, first_parts, merged = _to_device(tables, device)
+    tables = (plan.narrow, plan.wide, plan.listed_tokens, plan.first_parts, plan.merged)
+    narrow, wide, listed_tokens, first_parts, merged = upload(*map(_int32, tables))
     return DevicePlan(narrow, wide, listed_tokens, first_parts, merged, plan.num_parts)
 
 
@@ -77,15 +80,5 @@ def plan_limits(device: torch.device) -> PlanLimits:
     return PlanLimits(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """All of them as int32, in one copy."""
-    ends = np.cumsum([array.size + -array.size % _ALIGNMENT for array in arrays])
-    packed = np.zeros(ends[-1], dtype=np.int32)
-    for array, end in zip(arrays, ends, strict=True):
-        start = end - (array.size + -array.size % _ALIGNMENT)
-        packed[start : start + array.size] = array.ravel()
-    on_device = torch.from_numpy(packed).to(device)
-    return [
-        on_device[end - (array.size + -array.size % _ALIGNMENT) :][: array.size].view(array.shape)
-        for array, end in zip(arrays, ends.tolist(), strict=True)
-    ]
+def _int32(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, dtype=np.int32)

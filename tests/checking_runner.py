@@ -189,9 +189,7 @@ class CheckingRunner:
                 for span in request.extra_key_spans
                 if span.start <= position and (span.end is None or position < span.end)
             )
-            digests.append(
-                hash((digests[-1] if digests else 0, token_ids[position], covering, seen.get(position)))
-            )
+            digests.append(hash((digests[-1] if digests else 0, token_ids[position], covering, seen.get(position))))
         return digests
 
     def _what_pictures_decide(self, request: Request) -> dict[int, object]:

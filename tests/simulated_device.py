@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_flatten
 from engine_core.model.device_queue import CapturedGraph
 
 _GARBAGE = 0xA5
-# The host would have to wait for what they need to know, or hand over memory that is gone at a replay.
-_HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero", "lift_fresh")
+# The host would have to wait for what they tell it. `lift_fresh` makes tensors of the host's numbers; one of them is
+# fine.
+_HOST_READS = ("item", "_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
 
 
 class RaceError(AssertionError):
@@ -35,15 +36,15 @@ class CaptureError(RuntimeError):
 
 @dataclass
 class SimulatedQueue:
-    """As `DeviceQueue`. `num_replays` counts what the graphs did, `num_copies` those that were asked for."""
+    """As `DeviceQueue`. Counted are the copies asked for and those that certainly were done, and replays of graphs."""
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     num_copies: int = 0
     num_replays: int = 0
+    num_done: int = 0
     _buffers: list[torch.Tensor] = field(default_factory=list)
     # By when they were queued: until a mark behind them is waited for, the device may not have done them.
     _pending: list[Callable[[], None]] = field(default_factory=list)
-    _num_done: int = 0
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         buffer = torch.full((num_bytes,), _GARBAGE, dtype=torch.uint8)
@@ -72,16 +73,15 @@ class SimulatedQueue:
         self._pending.append(check)
 
     def _is_host(self, tensor: torch.Tensor) -> bool:
-        storage = tensor.untyped_storage().data_ptr()
-        return any(buffer.untyped_storage().data_ptr() == storage for buffer in self._buffers)
+        return any(_storage(buffer) == _storage(tensor) for buffer in self._buffers)
 
     def mark(self) -> SimulatedMark:
-        return SimulatedMark(self, self._num_done + len(self._pending))
+        return SimulatedMark(self, self.num_done + len(self._pending))
 
     @torch.inference_mode()
     def catch_up(self, place: int) -> None:
-        while self._num_done < place:
-            self._num_done += 1
+        while self.num_done < place:
+            self.num_done += 1
             self._pending.pop(0)()
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> CapturedGraph:
@@ -119,13 +119,13 @@ class _Recorder(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         result = func(*args, **kwargs)
         outputs = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
-        if name in _HOST_READS and any(output.numel() != 1 for output in outputs):
+        if name in _HOST_READS or (name == "lift_fresh" and outputs[0].numel() > 1):
             raise CaptureError(f"{name} cannot be captured")
         inputs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
-        storages = {value.untyped_storage().data_ptr() for value in inputs}
+        storages = {_storage(value) for value in inputs}
         if func._schema.is_mutable:
             self.operations.append(lambda: func(*args, **kwargs))
-        elif any(output.untyped_storage().data_ptr() not in storages for output in outputs):
+        elif any(_storage(output) not in storages for output in outputs):
             self.operations.append(lambda: _write(outputs, func(*args, **kwargs)))
         return result
 
@@ -153,6 +153,11 @@ def _interpreted_launches(recorder: _Recorder) -> Iterator[None]:
 
     with patch.object(GridExecutor, "__call__", record):
         yield
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    # Packed weights have none that can be seen.
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,7 @@ class KVCacheManager:
         return request.block_hashes[len(hit.blocks)]
 
     def register_known(self, request: Request) -> None:
-        """All tokens of the request, which has a table, are computed or being computed: register the blocks they fill."""
+        """Steps that have run or are running compute all tokens of the request: register the blocks they fill."""
         self._register_full_blocks(request, self.tables[request.request_id], request.num_tokens)
 
     def _register_full_blocks(self, request: Request, table: BlockTable, num_tokens: int) -> None:

@@ -2,14 +2,15 @@
 
 Order is all the synchronization there is. Everything of a step (copies to the device, computing, copies back) is queued
 on torch's current stream, one step after another, so nothing on the device needs to wait for anything else. Only memory
-of the host is touched from both sides: it is the device's from `DeviceQueue.copy` until a mark set later was waited for.
+of the host is touched from both sides: it is the device's from `copy` until a mark set later was waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -36,7 +37,7 @@ class DeviceQueue(Protocol):
     device: torch.device
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """uint8 `[num_bytes]` of the host's memory, with any content, that the device can copy from and to by itself."""
+        """uint8 `[num_bytes]` of the host's memory, of any content, that the device can copy from and to by itself."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -46,8 +47,8 @@ class DeviceQueue(Protocol):
     def mark(self) -> Mark: ...
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> CapturedGraph:
-        """What `compute` queues, to be queued again without it. It may be called several times, and what it reads of the
-        host is read now.
+        """What `compute` queues, to be queued again without it. It may be called several times, and what it reads of
+        the host is read now.
 
         Raises whatever `compute` raises, and RuntimeError if it does what cannot be captured: wait for the device, or
         copy from or to the host.
@@ -56,11 +57,16 @@ class DeviceQueue(Protocol):
 
 
 class CudaQueue:
-    """The current stream of a CUDA device. What is captured shares one pool of memory."""
+    """The current stream of a CUDA device, which becomes this thread's. Captured graphs share one pool of memory as
+    long as there are any.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        # Triton launches on the thread's device, wherever the tensors are.
+        if device.index is not None:
+            torch.cuda.set_device(device)
         self.device = device
-        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -81,9 +87,13 @@ class CudaQueue:
             compute()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = compute()
-        self._pool = graph.pool()
+        try:
+            with torch.cuda.graph(graph, pool=next((other.pool() for other in self._graphs), None)):
+                output = compute()
+        finally:
+            # A capture that fails leaves its own stream behind as the current one.
+            torch.cuda.set_stream(current)
+        self._graphs.add(graph)
         return CapturedGraph(output, graph.replay)
 
 

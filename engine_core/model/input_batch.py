@@ -18,41 +18,35 @@ from .staging import Staging
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step has sampled, where it is: `tokens` on the device; `rows` says which is whose, by place in its batch."""
+    """What a step has sampled: `tokens`, on the device, and `rows`, which says by place in its batch which is whose."""
 
     tokens: torch.Tensor
     rows: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class InputBatch:
-    """`input_ids` and `position_ids` are `[1, num_tokens]`. `logits_indices` are the flattened places of the last
-    tokens of the requests `sampling` (indices into the scheduled batch), in that order. All tensors are on the device.
+class StepLayout:
+    """A scheduled batch as arrays; the meanings are those of `AttentionMetadata`, all int64.
+
+    Attributes:
+        ids: `[num_tokens]`: tokens, or where they are in what the step before has sampled.
+        positions: `[num_tokens]`: places in their sequences.
+        sampling: indices into the batch of the requests whose last token is in it.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    metadata: AttentionMetadata
-    logits_indices: torch.Tensor
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+    slots: np.ndarray
+    ids: np.ndarray
+    positions: np.ndarray
     sampling: list[int]
 
 
-def build_input_batch(
-    batch: Sequence[ScheduledRequest],
-    *,
-    block_size: int,
-    dtype: torch.dtype,
-    staging: Staging,
-    sampled: SampledTokens | None = None,
-    joins_touching: bool = False,
-) -> InputBatch:
-    """Lay `batch` out. The cost grows with what is scheduled and the block tables it needs, not with the pool.
+def lay_out(batch: Sequence[ScheduledRequest], block_size: int, sampled: SampledTokens | None) -> StepLayout:
+    """The cost grows with what is scheduled and the block tables it needs, not with the pool.
 
-    `sampled` is what the step before has sampled, for a batch that follows it. `joins_touching` is
-    `MultimodalInfo.joins_touching`.
-
-    Raises:
-        ValueError: with it, a request's tokens end inside a picture.
+    `sampled` is what the step before has sampled, for a batch that follows it.
     """
     starts = np.array([item.start for item in batch], dtype=np.int64)
     query_lens = np.array([item.num_tokens for item in batch], dtype=np.int64)
@@ -66,27 +60,62 @@ def build_input_batch(
     blocks = positions // block_size
     slots = block_tables[rows, blocks] * block_size + positions % block_size
     slots[blocks < shared_blocks[rows]] = -1
+    return StepLayout(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+        slots=slots,
+        ids=_ids_or_rows(batch, query_start_loc, sampled),
+        positions=positions,
+        sampling=[index for index, item in enumerate(batch) if item.samples],
+    )
 
-    sampling = [index for index, item in enumerate(batch) if item.samples]
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """`input_ids` and `position_ids` are `[1, num_tokens]`. `logits_indices` are the flattened places of the last
+    tokens of the requests that sample, in their order. All tensors are on the device.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    metadata: AttentionMetadata
+    logits_indices: torch.Tensor
+
+
+def build_input_batch(
+    batch: Sequence[ScheduledRequest],
+    layout: StepLayout,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    staging: Staging,
+    sampled: SampledTokens | None = None,
+    joins_touching: bool = False,
+) -> InputBatch:
+    """`layout`, made with the same `sampled`, on the device. `joins_touching` is `MultimodalInfo.joins_touching`.
+
+    Raises:
+        ValueError: with it, a request's tokens end inside a picture.
+    """
     ids, position_ids, logits_indices = staging.upload(
-        _ids_or_rows(batch, query_start_loc, sampled), positions, query_start_loc[1:][sampling] - 1
+        layout.ids, layout.positions, layout.query_start_loc[1:][layout.sampling] - 1
     )
     return InputBatch(
         input_ids=(ids if sampled is None else sampled.tokens.index_select(0, ids))[None],
         position_ids=position_ids[None],
         metadata=AttentionMetadata(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_tables=block_tables,
-            slot_mapping=slots,
+            query_start_loc=layout.query_start_loc,
+            seq_lens=layout.seq_lens,
+            block_tables=layout.block_tables,
+            slot_mapping=layout.slots,
             block_size=block_size,
             dtype=dtype,
             device=staging.device,
-            visible_to=visible_to(batch, query_start_loc, positions) if joins_touching else None,
-            upload=lambda array: staging.upload(array)[0],
+            visible_to=visible_to(batch, layout.query_start_loc, layout.positions) if joins_touching else None,
+            upload=staging.upload,
         ),
         logits_indices=logits_indices,
-        sampling=sampling,
     )
 
 

@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 64
 
 
 class LogprobTensors(NamedTuple):
-    """Of one token per row, and of the row's likeliest ones: `[num_rows]`, the latter two `[num_rows, num_top_tokens]`."""
+    """Of one token per row, `[num_rows]`, and of the row's likeliest ones, `[num_rows, num_top_tokens]`."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
@@ -50,8 +50,8 @@ def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, num_top_token
 
 
 def entries(tensors: LogprobTensors, num_top_tokens: Sequence[int]) -> list[TokenLogprob]:
-    """One entry per row, with its own number of likeliest tokens. A rank is 1 plus the number of likelier tokens: equals
-    share it.
+    """One entry per row, with its own number of likeliest tokens. A rank is 1 plus the number of likelier tokens:
+    equals share it.
     """
     return [
         TokenLogprob(token_id, logprob, rank, list(zip(ids[:num_top], values[:num_top], strict=True)))
@@ -145,9 +145,7 @@ def add_prompt_logprobs(
         remaining = (
             entry
             for index, part in enumerate(parts)
-            for entry in entries(
-                LogprobTensors(*tensors[index * width : (index + 1) * width]), num_top_tokens[part]
-            )
+            for entry in entries(LogprobTensors(*tensors[index * width : (index + 1) * width]), num_top_tokens[part])
         )
         for index, count in num_predicted.items():
             result.prompt_logprobs[index] = list(islice(remaining, count))

@@ -21,8 +21,9 @@ def choose_num_blocks(config: EngineConfig, *, block_bytes: int, device: torch.d
     """Blocks of the pool, in this order of precedence: `num_blocks`, `kv_cache_memory_bytes`, and what the device has.
 
     On CUDA that is `gpu_memory_utilization` of its memory, less what is in use and the `reserved_bytes` that a full
-    step and the encoder cache need. On a CPU it is a quarter of the memory available now, at most 4 GiB and about a
-    million tokens: more than running requests need, because what finished ones leave behind is what later ones find.
+    step, captured decodes and the encoder cache need. On a CPU it is a quarter of the memory available now, at most 4
+    GiB and about a million tokens: more than running requests need, because what finished ones leave behind is what
+    later ones find.
 
     Raises:
         InvalidConfigError: there is no room for a single block, or less memory than was asked for.
@@ -39,8 +40,8 @@ def choose_num_blocks(config: EngineConfig, *, block_bytes: int, device: torch.d
         budget_bytes = int(total_bytes * config.gpu_memory_utilization) - in_use_bytes - reserved_bytes
         setting = (
             f"gpu_memory_utilization {config.gpu_memory_utilization} of {total_bytes} bytes, {in_use_bytes} of them in"
-            f" use and {reserved_bytes} needed by a step of max_num_batched_tokens={config.max_num_batched_tokens} and"
-            " by the encoder cache,"
+            f" use and {reserved_bytes} needed by a step of max_num_batched_tokens={config.max_num_batched_tokens}, by"
+            " captured decodes and by the encoder cache,"
         )
     else:
         cap_bytes = min(_CPU_CAP_BYTES, math.ceil(_CPU_CAP_TOKENS / config.block_size) * block_bytes)

@@ -1,9 +1,12 @@
-"""The progress bars transformers draws, where somebody can see them move."""
+"""Progress bars of what takes a while at start-up, transformers' own among them, where somebody can see them move."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
+
+ItemT = TypeVar("ItemT")
 
 
 @contextmanager
@@ -19,3 +22,11 @@ def transformers_progress(*, shown: bool) -> Iterator[None]:
         yield
     finally:
         settings.enable_progress_bar()
+
+
+def with_progress(items: Sequence[ItemT], title: str, *, shown: bool) -> Iterator[ItemT]:
+    """The items, with a bar on standard error that moves from each to the next."""
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, title, console=Console(stderr=True), transient=True, disable=not shown)

@@ -18,13 +18,15 @@ from engine_core.errors import InvalidConfigError
 from engine_core.runner import LaunchedStep, ModelInfo, ScheduledRequest, StepResult
 from ipc.messages import MultimodalFeature
 from kernels.copy_blocks import copy_blocks
+from kernels.dispatch import uses_triton
 
 from .attention import PagedKV
+from .decode_graphs import DecodeGraphs, capture_all, capture_sizes, is_plain_decode, measure_all
 from .device_queue import CudaQueue, DeviceQueue
 from .fingerprint import cache_namespace, model_fingerprint, tokenizer_digest
 from .forward import step_logits
 from .head_replay import decoding_once
-from .input_batch import InputBatch, SampledTokens, build_input_batch
+from .input_batch import InputBatch, SampledTokens, StepLayout, build_input_batch, lay_out
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, takes_pictures
 from .logit_rules import LogitRules
 from .logprobs import add_prompt_logprobs, add_sampled_logprobs
@@ -70,6 +72,7 @@ class ModelRunner:
         self._queue = CudaQueue(self._device) if queue is None and self._device.type == "cuda" else queue
         self._staging: Staging = HostStaging() if self._queue is None else QueuedStaging(self._queue)
         self._sampled: SampledTokens | None = None
+        self._graphs: DecodeGraphs | None = None
 
         path = Path(config.model)
         model_config = load_config(path)
@@ -103,6 +106,9 @@ class ModelRunner:
             reserved_bytes=self._reserved_bytes(config, max_model_len, shapes) if self._device.type == "cuda" else 0,
         )
         self._key_caches, self._value_caches = self._allocate(num_blocks, shapes)
+        graphs = self._make_graphs(config, max_model_len, self._key_caches, self._value_caches)
+        if graphs is not None and capture_all(graphs):
+            self._graphs = graphs
         dtype_name = str(self._dtype).removeprefix("torch.")
         self.info = ModelInfo(
             name=config.model_name or path.resolve().name,
@@ -152,17 +158,20 @@ class ModelRunner:
     def _forward(
         self,
         batch: Sequence[ScheduledRequest],
+        layout: StepLayout,
+        sampled: SampledTokens | None,
         key_caches: dict[int, torch.Tensor],
         value_caches: dict[int, torch.Tensor],
     ) -> tuple[InputBatch, Callable[[torch.Tensor], torch.Tensor]]:
-        """The batch as it is laid out, and `forward.step_logits` of it."""
+        """The batch on the device, and `forward.step_logits` of it."""
         pictures = self._pictures
         inputs = build_input_batch(
             batch,
+            layout,
             block_size=self._block_size,
             dtype=self._dtype,
             staging=self._staging,
-            sampled=None if batch[0].follows is None else self._sampled,
+            sampled=sampled,
             joins_touching=pictures is not None and pictures.joins_touching,
         )
         layer_kv = PagedKV(key_caches, value_caches, inputs.metadata)
@@ -176,15 +185,27 @@ class ModelRunner:
         value_caches: dict[int, torch.Tensor],
     ) -> RunningStep:
         outputs = StepOutputs(len(batch))
+        sampled = None if batch[0].follows is None else self._sampled
+        layout = lay_out(batch, self._block_size, sampled)
         with self._staging.step():
-            inputs, logits_of = self._forward(batch, key_caches, value_caches)
-            with decoding_once(self._model):
-                logits = logits_of(inputs.logits_indices)
-                add_prompt_logprobs(outputs, batch, logits_of, self._staging)
+            if self._graphs is not None and self._is_captured(batch):
+                logits = self._graphs.logits(layout, sampled, self._staging)
+            else:
+                inputs, logits_of = self._forward(batch, layout, sampled, key_caches, value_caches)
+                with decoding_once(self._model):
+                    logits = logits_of(inputs.logits_indices)
+                    add_prompt_logprobs(outputs, batch, logits_of, self._staging)
             self._sampled = None
-            if inputs.sampling:
-                self._sample(batch, inputs.sampling, logits, outputs)
+            if layout.sampling:
+                self._sample(batch, layout.sampling, logits, outputs)
             return outputs.send(self._staging)
+
+    def _is_captured(self, batch: Sequence[ScheduledRequest]) -> bool:
+        assert self._graphs is not None
+        if not self._graphs.have_room_for(len(batch)) or not is_plain_decode(batch):
+            return False
+        has_positions = self._pictures is not None and self._pictures.positions is not None
+        return not (has_positions and any(item.request.features for item in batch))
 
     def _sample(
         self, batch: Sequence[ScheduledRequest], sampling: list[int], logits: torch.Tensor, outputs: StepOutputs
@@ -203,10 +224,10 @@ class ModelRunner:
     def _compute_alone(self, item: ScheduledRequest, shapes: dict[int, LayerShape]) -> torch.Tensor:
         """Logits of all tokens of a request without blocks, `[num_tokens, vocab_size]`, in a cache of their own."""
         num_blocks = -(-item.num_tokens // self._block_size)
+        batch = [dataclasses.replace(item, block_ids=range(num_blocks))]
+        layout = lay_out(batch, self._block_size, None)
         with self._staging.step():
-            _, logits_of = self._forward(
-                [dataclasses.replace(item, block_ids=range(num_blocks))], *self._allocate(num_blocks, shapes)
-            )
+            _, logits_of = self._forward(batch, layout, None, *self._allocate(num_blocks, shapes))
             return logits_of(torch.arange(item.num_tokens, device=self._device))
 
     def _allocate(
@@ -225,6 +246,31 @@ class ModelRunner:
             {layer_idx: allocate(shape, shape.value_head_dim) for layer_idx, shape in shapes.items()},
         )
 
+    def _make_graphs(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        key_caches: dict[int, torch.Tensor],
+        value_caches: dict[int, torch.Tensor],
+    ) -> DecodeGraphs | None:
+        """Graphs of decodes, to be captured; None where there is no queue, or attention looks at a step's numbers on
+        the host, as it does in torch.
+        """
+        sizes = capture_sizes(config)
+        computes_apart = uses_triton(self._model.get_input_embeddings().weight)
+        if self._queue is None or not computes_apart or config.enforce_eager or not sizes:
+            return None
+        return DecodeGraphs(
+            self._model,
+            self._queue,
+            key_caches,
+            value_caches,
+            sizes=sizes,
+            max_blocks=-(-max_model_len // self._block_size),
+            block_size=self._block_size,
+            dtype=self._dtype,
+        )
+
     @torch.inference_mode()
     def _rehearse(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> None:
         """Compute the heaviest step, sampling included, in a cache of its own."""
@@ -234,8 +280,14 @@ class ModelRunner:
         self._launch(heaviest_step(config, max_model_len), key_caches, value_caches).wait()
 
     def _reserved_bytes(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> int:
-        """What a step and the encoder cache need besides the KV pool."""
+        """What a step, the graphs and the encoder cache need besides the KV pool."""
         step_bytes = self._measure_step(config, max_model_len, shapes)
+        graphs = self._make_graphs(config, max_model_len, *self._allocate(SCRATCH_BLOCK_ID + 1, shapes))
+        if graphs is not None:
+            step_bytes += measure_all(graphs, self._device)
+            # Else what they took would count as in use.
+            del graphs
+            torch.cuda.empty_cache()
         if self._pictures is None:
             return step_bytes
         return step_bytes + encoder_cache_bytes(config, self._pictures.info.embed_bytes)

@@ -1,8 +1,8 @@
 """How a step's numbers get to the device and back: in few copies, for which nobody waits.
 
 The host packs arrays into memory that the device can read by itself, and queues one copy; what comes back is read when
-the step has run. Two steps may be under way, so there are two such buffers, each the device's until a mark at its step's
-end; the step after the next waits for that, which by then has long happened. On a CPU there is nothing to do.
+the step has run. Two steps may be under way, so there are two such buffers, each the device's until a mark at its
+step's end; the step after the next waits for that, which by then has long happened. On a CPU there is nothing to do.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from engine_core import EngineConfig
 from engine_core.config import FreeOrder, FullPromptHit, HashAlgo, SchedulingPolicy
 
-from .options import A_DAY_S, option, size, takes_settings
+from .options import A_DAY_S, counts, option, size, takes_settings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -51,6 +51,18 @@ def _engine_options(
             "On a CPU with AVX512-BF16, use Foreword's own kernel for prepacked bfloat16 weights, not oneDNN's.",
         ),
     ] = _ENGINE.linear_kernel,
+    enforce_eager: Annotated[
+        bool, option(_MODEL, "On a GPU, capture no CUDA graphs of decodes.", "--enforce-eager")
+    ] = _ENGINE.enforce_eager,
+    cudagraph_capture_sizes: Annotated[
+        str | None,
+        option(
+            _MODEL,
+            "Of how many requests decodes are captured, for instance 1,2,4,8. Default: sizes up to --max-num-seqs.",
+            parser=counts,
+            metavar="N,N,…",
+        ),
+    ] = None,
     block_size: Annotated[int, option(_MEMORY, "Tokens of one KV block.", min=1)] = _ENGINE.block_size,
     num_blocks: Annotated[
         int | None,
@@ -89,6 +101,14 @@ def _engine_options(
     watermark: Annotated[
         float, option(_SCHEDULER, "Share of the pool kept free at admission.", min=0.0, max=0.99)
     ] = _ENGINE.watermark,
+    async_scheduling: Annotated[
+        bool | None,
+        option(
+            _SCHEDULER,
+            "Schedule the next step while one runs. Default: on a GPU.",
+            "--async-scheduling/--no-async-scheduling",
+        ),
+    ] = None,
     max_num_queued_requests: Annotated[
         int | None,
         option(

@@ -59,6 +59,17 @@ def size(text: str | int) -> int:
     return num_bytes
 
 
+def counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
+    """Parser of options that are several numbers from 1 up."""
+    try:
+        numbers = tuple(int(part) for part in text.split(",")) if isinstance(text, str) else text
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers like 1,2,4") from error
+    if min(numbers) < 1:
+        raise typer.BadParameter(f"{min(numbers)} is not at least 1")
+    return numbers
+
+
 def fail(message: str) -> NoReturn:
     """Say what is wrong on one line and exit with `USER_ERROR_EXIT_CODE`."""
     typer.echo(f"foreword: {message}", err=True)

@@ -539,6 +539,7 @@ class TestRefusals:
             {"max_model_len": 0},
             {"watermark": 1.0},
             {"gpu_memory_utilization": 0.0},
+            {"cudagraph_capture_sizes": (4, 0)},
             {"long_prefill_token_threshold": -1},
             {"long_prefill_token_threshold": 4, "enable_chunked_prefill": False},
             {"prefix_caching_hash_algo": "md5"},

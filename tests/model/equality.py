@@ -19,6 +19,8 @@ import transformers
 
 import engine_core.model.runner as runner_module
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
+from engine_core.model.device_queue import DeviceQueue
+from engine_core.model.staging import Staging
 from engine_core.runner import ScheduledRequest
 
 NUM_OUTPUT_TOKENS = 32
@@ -113,9 +115,11 @@ def generate_reference_from(
     )
 
 
-def make_engine(directory: Path, **settings: object) -> EngineCore:
+def make_engine(directory: Path, queue: DeviceQueue | None = None, **settings: object) -> EngineCore:
+    """On the CPU, or on a device that `queue` stands for."""
     defaults = {"model": str(directory), "dtype": "float32", "device": "cpu", "num_blocks": 256}
-    return EngineCore(EngineConfig(**(defaults | settings)))
+    config = EngineConfig(**(defaults | settings))
+    return EngineCore(config, runner_module.ModelRunner(config, queue))
 
 
 def run_prompts(

@@ -6,12 +6,14 @@ Every test ends with one cached block spoiled, and then must see it: a compariso
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from engine_core import EngineCore, EngineRequest
+from tests.simulated_device import SimulatedQueue
+from tests.simulated_kernels import simulated_kernels
 from tests.tiny_models import TINY_ARCHITECTURES
 
 from .equality import (
@@ -31,6 +33,7 @@ DATA = Path(__file__).parent.parent / "data" / "model"
 BLOCK_SIZE = 16
 CHUNK_SIZES = (1, 15, 16, 17, 64)
 NUM_CONCURRENT = 8
+MAX_MODEL_LEN = 256
 
 GetReferences = Callable[[str], list[Reference]]
 GetDirectory = Callable[[str], Path]
@@ -83,10 +86,40 @@ def test_other_block_sizes(block_size: int, model_directory: GetDirectory, refer
     check_sees_corruption(engine, references("llama"))
 
 
-def check_chunked_and_cached(directory: Path, references: list[Reference], chunk_size: int) -> None:
+@pytest.fixture
+def queue() -> Iterator[SimulatedQueue]:
+    """A device that computes by itself, with captured decodes, and must have been used like that."""
+    queue = SimulatedQueue()
+    with simulated_kernels():
+        yield queue
+    assert queue.num_replays > NUM_CONCURRENT
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+def test_chunked_and_cached_on_a_device_with_a_queue(
+    name: str, queue: SimulatedQueue, model_directory: GetDirectory, references: GetReferences
+) -> None:
+    check_chunked_and_cached(model_directory(name), references(name), 16, queue)
+
+
+def test_preempted_on_a_device_with_a_queue(
+    queue: SimulatedQueue, model_directory: GetDirectory, references: GetReferences
+) -> None:
+    check_preempted(model_directory("llama"), references("llama"), queue)
+
+
+def check_chunked_and_cached(
+    directory: Path, references: list[Reference], chunk_size: int, queue: SimulatedQueue | None = None
+) -> None:
     """The step's whole budget is `chunk_size`; all requests are there at once, and run at once where it allows."""
     prompts = [reference.prompt_token_ids for reference in references]
-    engine = make_engine(directory, max_num_batched_tokens=chunk_size, max_num_seqs=min(NUM_CONCURRENT, chunk_size))
+    engine = make_engine(
+        directory,
+        queue,
+        max_num_batched_tokens=chunk_size,
+        max_num_seqs=min(NUM_CONCURRENT, chunk_size),
+        max_model_len=MAX_MODEL_LEN,
+    )
     poison_unowned_slots(engine)
 
     check_equal(references, run_prompts(engine, prompts))
@@ -99,11 +132,16 @@ def check_chunked_and_cached(directory: Path, references: list[Reference], chunk
     check_sees_corruption(engine, references)
 
 
-def check_preempted(directory: Path, references: list[Reference]) -> None:
+def check_preempted(directory: Path, references: list[Reference], queue: SimulatedQueue | None = None) -> None:
     """All requests fit together at first and no longer when they have grown."""
     prompts = [reference.prompt_token_ids for reference in references]
     engine = make_engine(
-        directory, num_blocks=14, max_num_batched_tokens=64, max_num_seqs=NUM_CONCURRENT, reserve_full_sequence=False
+        directory,
+        queue,
+        num_blocks=14,
+        max_num_batched_tokens=64,
+        max_num_seqs=NUM_CONCURRENT,
+        reserve_full_sequence=False,
     )
     poison_unowned_slots(engine)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine_core.model.input_batch import InputBatch, build_input_batch
+from engine_core.model.input_batch import InputBatch, build_input_batch, lay_out
 from engine_core.model.staging import HostStaging
 from engine_core.request import Request
 from engine_core.runner import EncodedFeature, ScheduledRequest
@@ -29,7 +29,12 @@ def scheduled(
 
 def build(*batch: ScheduledRequest, joins_touching: bool = False) -> InputBatch:
     return build_input_batch(
-        batch, block_size=4, dtype=torch.float32, staging=HostStaging(), joins_touching=joins_touching
+        batch,
+        lay_out(batch, 4, None),
+        block_size=4,
+        dtype=torch.float32,
+        staging=HostStaging(),
+        joins_touching=joins_touching,
     )
 
 
@@ -57,7 +62,6 @@ def test_only_whoever_reaches_its_end_samples() -> None:
         scheduled(list(range(5)), start=4, num_tokens=1, block_ids=[5, 6]),
         scheduled(list(range(2)), start=0, num_tokens=2, block_ids=[7]),
     )
-    assert inputs.sampling == [1, 2]
     assert inputs.logits_indices.tolist() == [5, 7]
 
 

@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from engine_core.model.attention import PagedKV
-from engine_core.model.input_batch import build_input_batch
-from engine_core.model.staging import HostStaging
+from engine_core.model.input_batch import build_input_batch, lay_out
 from engine_core.model.loader import _model_class, load_config, load_model
 from engine_core.model.picture_groups import joins_touching
 from engine_core.model.probe import probe_layers
+from engine_core.model.staging import HostStaging
 from engine_core.model.support import UnsupportedModelError
 from engine_core.request import Request
 from engine_core.runner import EncodedFeature, ScheduledRequest
@@ -180,7 +180,12 @@ class Decoder:
     def compute(self, *batch: ScheduledRequest) -> list[torch.Tensor]:
         """Log-probabilities of each request's tokens in this step."""
         inputs = build_input_batch(
-            batch, block_size=BLOCK_SIZE, dtype=torch.float32, staging=HostStaging(), joins_touching=self.joins
+            batch,
+            lay_out(batch, BLOCK_SIZE, None),
+            block_size=BLOCK_SIZE,
+            dtype=torch.float32,
+            staging=HostStaging(),
+            joins_touching=self.joins,
         )
         embeds = self.model.get_input_embeddings()(inputs.input_ids)
         for item, row in zip(batch, inputs.metadata.query_start_loc.tolist()):

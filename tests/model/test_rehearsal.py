@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,9 +53,9 @@ def test_it_runs_the_whole_way_and_touches_no_block_of_the_pool(
         cache.fill_(7.0)
     sampled_from = []
 
-    def watch(logits: torch.Tensor, requests: list[object]) -> list[int]:
+    def watch(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
         sampled_from.append(logits)
-        return original(logits, requests)  # type: ignore[arg-type]
+        return original(logits, *arguments)
 
     original = runner_module.sample
     monkeypatch.setattr(runner_module, "sample", watch)
