@@ -1,0 +1,65 @@
+"""Which tokens of a step go through which LoRA adapter, worked out once per step and used by every layer.
+
+Tokens are sorted by adapter, so that a tile of them has one adapter and its weights are read once for all of them. In a
+step of decodes a tile may well hold a single token: tensor cores then work for one row in sixteen, which costs nothing
+where reading the weights takes all the time. So prefill, decode and any mix of the two are one case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+# Tensor cores take 16 rows at least. More of them read the weights less often, as long as there are that many tokens.
+_SMALL_TILE_TOKENS = 16
+_LARGE_TILE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LoraBatch:
+    """The tokens of a step that have an adapter.
+
+    Attributes:
+        rows: int32 `[num_rows]`, their places in the batch, sorted by adapter.
+        tiles: int32 `[num_tiles, 3]`: adapter, first place in `rows`, number of tokens, which is 0 in tiles that only
+            fill the table up.
+        tile_tokens: what that number is at most.
+        segments: for each adapter in use itself, and where its tokens begin and end in `rows`; on the host.
+    """
+
+    rows: torch.Tensor
+    tiles: torch.Tensor
+    tile_tokens: int
+    segments: tuple[tuple[int, int, int], ...]
+
+
+def lora_batch(adapters: np.ndarray, device: torch.device, *, has_fixed_size: bool = False) -> LoraBatch:
+    """The batch in which token i has the adapter in slot `adapters[i]`; −1: none.
+
+    With `has_fixed_size` all shapes depend on `len(adapters)` alone, as a CUDA graph needs it. Such a batch launches
+    kernels even where no token has an adapter, while another one then launches none.
+    """
+    with_adapter = np.flatnonzero(adapters >= 0)
+    rows = with_adapter[np.argsort(adapters[with_adapter], kind="stable")]
+    slots, starts = np.unique(adapters[rows], return_index=True)
+    lengths = np.diff(starts, append=len(rows))
+    is_small = has_fixed_size or lengths.max(initial=0) <= _SMALL_TILE_TOKENS
+    tile_tokens = _SMALL_TILE_TOKENS if is_small else _LARGE_TILE_TOKENS
+
+    tiles_of = -(-lengths // tile_tokens)
+    segment_of = np.repeat(np.arange(len(slots)), tiles_of)
+    tile_in_segment = np.arange(len(segment_of)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)
+    offsets = tile_in_segment * tile_tokens
+    counts = np.minimum(tile_tokens, lengths[segment_of] - offsets)
+    tiles = np.stack([slots[segment_of], starts[segment_of] + offsets, counts], axis=1)
+    if has_fixed_size:
+        rows = np.pad(rows, (0, len(adapters) - len(rows)))
+        tiles = np.pad(tiles, ((0, len(adapters) - len(tiles)), (0, 0)))
+    return LoraBatch(
+        torch.from_numpy(rows.astype(np.int32)).to(device),
+        torch.from_numpy(tiles.astype(np.int32)).to(device),
+        tile_tokens,
+        tuple(zip(slots.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)),
+    )
