@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,10 +28,15 @@ def engine_cases(setting: Setting) -> Iterator[Case]:
     except ImportError as error:
         print(f"the engine is left out: {error}", file=sys.stderr)
         return
-    yield Case("greedy as generate(), cold and cached", lambda: Work(lambda: _check(setting)))
+    for name, is_plain in (("step by step", True), ("graphs, scheduled ahead", False)):
+        yield Case(f"greedy as generate(), cold and cached: {name}", partial(_work, setting, is_plain))
 
 
-def _check(setting: Setting) -> float:
+def _work(setting: Setting, is_plain: bool) -> Work:
+    return Work(lambda: _check(setting, is_plain))
+
+
+def _check(setting: Setting, is_plain: bool) -> float:
     """0, or infinite where a token differs that the reference was sure of."""
     lengths, num_outputs = ((5, 20), 8) if setting.is_rehearsal else ((5, 70, 300, 301, 900), 48)
     longest = torch.randint(3, _VOCAB_SIZE, (max(lengths),)).tolist()
@@ -41,7 +47,7 @@ def _check(setting: Setting) -> float:
         expected = [_generate(model, prompt, num_outputs) for prompt in prompts]
         # In the interpreter a whole model takes too long.
         with computed_by("torch") if setting.is_rehearsal else nullcontext():
-            cold, cached = _run_engine(Path(directory), setting, prompts, num_outputs)
+            cold, cached = _run_engine(Path(directory), setting, is_plain, prompts, num_outputs)
     num_compared = sum(map(len, expected))
     if num_compared < len(prompts) * num_outputs // 2:
         raise RuntimeError(f"the reference was sure of {num_compared} tokens only")
@@ -98,7 +104,7 @@ def _generate(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def _run_engine(
-    directory: Path, setting: Setting, prompts: list[list[int]], num_tokens: int
+    directory: Path, setting: Setting, is_plain: bool, prompts: list[list[int]], num_tokens: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Outputs of all prompts together, and again when they are cached."""
     from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
@@ -112,6 +118,8 @@ def _run_engine(
             max_model_len=1024,
             # Chunks, and prefill beside decode.
             max_num_batched_tokens=256,
+            enforce_eager=is_plain,
+            async_scheduling=False if is_plain else None,
         )
     )
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
