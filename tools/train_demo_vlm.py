@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerBase
 
+from tools.demo_vlm.card import HEAD, table_rows, write_into_card
 from tools.demo_vlm.chats import SYSTEM_PROMPTS, ask_about_two, talk
 from tools.demo_vlm.evaluation import Score, evaluate, held_out_cases, unseen_pair_cases
 from tools.demo_vlm.model import new_model, save, train_tokenizer
@@ -36,6 +37,9 @@ def main(
     num_pictures: Annotated[int, typer.Option(min=64, help="Scenes to learn from.")] = 60_000,
     tower_steps: Annotated[int, typer.Option(min=0)] = 2_000,
     answer_steps: Annotated[int, typer.Option(min=0)] = 6_000,
+    card: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A model card to write the accuracy into, too.")
+    ] = None,
     held_out: Annotated[int, typer.Option(min=1, help="Questions of each kind to measure accuracy with.")] = 500,
     seed: int = 0,
     threads: Annotated[int, typer.Option(min=1)] = 2,
@@ -56,6 +60,8 @@ def main(
             _train(progress, out, work_dir, num_pictures, tower_steps, answer_steps, seed)
         scores = _evaluate(progress, out, held_out)
     console.print(_table(scores))
+    if card is not None:
+        write_into_card(card, scores)
 
 
 def _train(
@@ -112,9 +118,9 @@ def _texts() -> list[str]:
 
 
 def _table(scores: dict[str, Score]) -> Table:
-    table = Table("question", "right", "asked", title="exact match of the whole answer")
-    for kind, score in scores.items():
-        table.add_row(kind, f"{score.right / score.asked:.1%}", str(score.asked))
+    table = Table(*HEAD, title="exact match of the whole answer")
+    for row in table_rows(scores):
+        table.add_row(*(cell.replace("**", "") for cell in row))
     return table
 
 
