@@ -28,6 +28,7 @@ from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_t
 from ipc.logs import configure_logging
 from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_open_files_limit
 
+from .announcement import announcement
 from .api_key import take_api_keys
 from .app import create_app
 from .detokenizer import detokenizer_factory, token_bytes_of
@@ -90,36 +91,33 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     await client.start()
-    announcement = asyncio.create_task(_announce(client, server, tokenizer, _url(listener), needs_key=bool(api_keys)))
+    url = _url(listener)
+    text = announcement(
+        url,
+        has_chat_template=tokenizer.chat_template is not None,
+        sees_pictures=pictures is not None,
+        needs_key=bool(api_keys),
+    )
+    announcing = asyncio.create_task(_announce(client, server, url, text))
     try:
         await server.serve(sockets=[listener])
     finally:
-        announcement.cancel()
+        announcing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await announcement
+            await announcing
         await client.close()
         prompts.close()
         if pictures is not None:
             await pictures.close()
 
 
-async def _announce(
-    client: EnginePool, server: uvicorn.Server, tokenizer: ModelTokenizer, url: str, *, needs_key: bool
-) -> None:
-    """Once, when a request would be answered: say so, with a line to paste."""
+async def _announce(client: EnginePool, server: uvicorn.Server, url: str, text: str) -> None:
+    """Once, when a request would be answered: say so."""
     await client.wait_ready()
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.05)
     logger.info("http_ready url=%s", url)
-    if tokenizer.chat_template is None:
-        path, body = "/v1/completions", '{"prompt": "The capital of France is"}'
-    else:
-        path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Who are you?"}]}'
-    authorization = " -H 'Authorization: Bearer KEY'" if needs_key else ""
-    sys.stdout.write(
-        f"\nReady. Documentation: {url}/docs\nTry it:\n\n"
-        f"curl {url}{path}{authorization} -H 'Content-Type: application/json' -d '{body}'\n\n"
-    )
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
