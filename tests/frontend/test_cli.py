@@ -214,7 +214,9 @@ def test_a_log_format_that_does_not_exist() -> None:
 
 def test_a_cache_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    said = one_line(foreword("serve", "--port", "0", environment={"FOREWORD_CACHE_DIR": str(tmp_path / "file")}))
+    said = one_line(
+        foreword("serve", "smollm2", "--port", "0", environment={"FOREWORD_CACHE_DIR": str(tmp_path / "file")})
+    )
     assert said.count("\n") == 1
     assert f"below {tmp_path / 'file'}: Not a directory" in said
     assert "FOREWORD_CACHE_DIR" in said
@@ -234,7 +236,7 @@ def test_what_a_model_is_called(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_first_conversion_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     serving = subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0"],
+        [*COMMAND, "serve", "smollm2", "--port", "0"],
         env=os.environ | {"FOREWORD_CACHE_DIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,

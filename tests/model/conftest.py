@@ -15,7 +15,7 @@ from tests.tiny_vlms import make_tiny_vlm
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model, freshly converted."""
+    """The built-in SmolLM2, freshly converted."""
     return resolve_model("smollm2", tmp_path_factory.mktemp("cache")).path
 
 

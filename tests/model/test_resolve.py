@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import filecmp
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from engine_core import BUILTIN_MODELS, ModelNotFoundError, resolve_model
+import engine_core
+from engine_core import BUILTIN_MODELS, DEFAULT_MODEL, ModelNotFoundError, resolve_model
 from engine_core.model import resolve
 from engine_core.model.resolve import BuiltinModel, default_cache_dir
 from tests.tiny_models import make_tiny_chat_model
@@ -28,7 +33,36 @@ def test_a_built_in_is_found_under_all_its_names(smollm2: Path) -> None:
     for name in ("smollm2", "SmolLM2", "SmolLM2-135M-Instruct"):
         resolved = resolve_model(name, cache_dir)
         assert (resolved.path, resolved.name) == (smollm2, "smollm2")
-    assert list(BUILTIN_MODELS) == ["smollm2"]
+
+
+def test_the_default_is_a_directory_of_this_package_and_is_taken_as_it_is(tmp_path: Path) -> None:
+    resolved = resolve_model(DEFAULT_MODEL, tmp_path / "cache")
+    assert resolved.name == DEFAULT_MODEL
+    assert resolved.path == Path(engine_core.__file__).parent / "builtin" / DEFAULT_MODEL
+    assert not (tmp_path / "cache").exists()
+
+
+def test_it_is_what_transformers_auto_classes_load() -> None:
+    directory = resolve_model(DEFAULT_MODEL).path
+    model, report = AutoModelForImageTextToText.from_pretrained(
+        directory, local_files_only=True, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    assert len(tokenizer) <= model.config.text_config.vocab_size
+    assert tokenizer.image_token_id == model.config.image_token_id
+    assert sum(file.stat().st_size for file in directory.iterdir()) < 16 << 20
+
+
+def test_a_wheel_contains_it(tmp_path: Path) -> None:
+    root = Path(engine_core.__file__).parents[1]
+    shutil.copytree(root / "engine_core", tmp_path / "engine_core", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(root / name, tmp_path)
+    command = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_py", "--build-lib", "built"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    built, here = (place / "engine_core" / BUILTIN_MODELS[DEFAULT_MODEL].path for place in (tmp_path / "built", root))
+    assert filecmp.cmpfiles(here, built, os.listdir(here), shallow=False)[1:] == ([], [])
 
 
 def test_a_gguf_file_is_converted_once_whatever_it_is_called(smollm2: Path, tmp_path: Path) -> None:
@@ -54,7 +88,7 @@ def test_everything_that_was_tried_is_listed() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **settings)
     message = result.stderr[result.stderr.index("ModelNotFoundError") :]
     assert "no model found for 'nobody/nothing'; tried:" in message
-    assert "- a built-in model: there is smollm2" in message
+    assert "- a built-in model: there are shapes, smollm2" in message
     assert "nobody/nothing does not exist" in message
     assert "- a hub id: " in message
 
