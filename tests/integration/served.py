@@ -21,9 +21,10 @@ STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """`url` as printed for a person to paste."""
+    """`url` as printed for a person to paste; `announced` is all that was printed, up to there."""
 
     url: str
+    announced: str
     process: subprocess.Popen[str]
 
     def child(self, module: str) -> psutil.Process:
@@ -33,12 +34,16 @@ class Server:
 
 
 @contextmanager
-def foreword_serve(model_dir: Path, *flags: str) -> Iterator[Server]:
-    """Yields once the server says that it is ready; stops it with SIGTERM and checks that it goes quietly."""
+def foreword_serve(model_dir: Path | None, *flags: str) -> Iterator[Server]:
+    """Yields once the server says that it is ready; stops it with SIGTERM and checks that it goes quietly.
+
+    None: whatever is served when no model is named.
+    """
+    model = () if model_dir is None else (str(model_dir),)
     command = "from frontend.cli import main; main()"
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", command, "serve", str(model_dir), "--port", "0", *flags],
+            [sys.executable, "-c", command, "serve", *model, "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -46,9 +51,9 @@ def foreword_serve(model_dir: Path, *flags: str) -> Iterator[Server]:
         overdue = threading.Timer(START_TIMEOUT_S, process.kill)
         overdue.start()
         try:
-            url = _url_to_paste(process, log)
+            announced = _announced(process, log)
             overdue.cancel()
-            yield Server(url, process)
+            yield Server(announced[-1].split("/v1/")[0].removeprefix("curl "), "".join(announced), process)
             process.send_signal(signal.SIGTERM)
             assert process.wait(STOP_TIMEOUT_S) == 0
         finally:
@@ -60,11 +65,14 @@ def foreword_serve(model_dir: Path, *flags: str) -> Iterator[Server]:
             process.stdout.close()
 
 
-def _url_to_paste(process: subprocess.Popen[str], log: object) -> str:
+def _announced(process: subprocess.Popen[str], log: object) -> list[str]:
+    """The lines up to the one to paste that is always there."""
     assert process.stdout is not None
+    lines = []
     for line in process.stdout:
-        if match := re.match(r"curl (http://[^/]+)/v1/", line):
-            return match[1]
+        lines.append(line)
+        if re.match(r"curl http://[^/]+/v1/", line):
+            return lines
     raise AssertionError(f"the server ended before it was ready:\n{_text(log)}")
 
 
