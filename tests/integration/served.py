@@ -8,13 +8,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tests.wire_peers import ROOT
+
+FOREWORD = ("-c", "from frontend.cli import main; main()")
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 
@@ -34,19 +37,21 @@ class Server:
 
 
 @contextmanager
-def foreword_serve(model_dir: Path | None, *flags: str) -> Iterator[Server]:
+def foreword_serve(model_dir: Path | None, *flags: str, program: Sequence[str] = FOREWORD) -> Iterator[Server]:
     """Yields once the server says that it is ready; stops it with SIGTERM and checks that it goes quietly.
 
-    None: whatever is served when no model is named.
+    Args:
+        model_dir: None for whatever is served when no model is named.
+        program: what Python is to run as `foreword`.
     """
     model = () if model_dir is None else (str(model_dir),)
-    command = "from frontend.cli import main; main()"
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", command, "serve", *model, "--port", "0", *flags],
+            [sys.executable, *program, "serve", *model, "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            cwd=ROOT,
         )
         overdue = threading.Timer(START_TIMEOUT_S, process.kill)
         overdue.start()

@@ -89,17 +89,25 @@ def generate_reference(
 
 @torch.inference_mode()
 def generate_reference_from(
-    model: transformers.PreTrainedModel, inputs: dict[str, torch.Tensor], num_tokens: int = NUM_OUTPUT_TOKENS
+    model: transformers.PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    num_tokens: int = NUM_OUTPUT_TOKENS,
+    *,
+    end_token_id: int | None = None,
 ) -> Reference:
-    """`inputs` are what a processor makes of a prompt, pictures included."""
+    """`inputs` are what a processor makes of a prompt, pictures included.
+
+    The output has `num_tokens`; or, with an `end_token_id`, it ends with that, if it comes earlier.
+    """
     prompt_token_ids = inputs["input_ids"][0].tolist()
     generated = model.generate(
         **inputs,
         generation_config=transformers.GenerationConfig(
             do_sample=False,
             num_beams=1,
-            min_new_tokens=num_tokens,
+            min_new_tokens=num_tokens if end_token_id is None else None,
             max_new_tokens=num_tokens,
+            eos_token_id=end_token_id,
             pad_token_id=0,
             return_dict_in_generate=True,
             output_logits=True,
