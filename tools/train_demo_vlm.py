@@ -2,7 +2,7 @@
 
     python -m tools.train_demo_vlm --out DIRECTORY
 
-About an hour and a half on two free CPU cores. Whatever is stopped goes on where it was when it is called again with
+About two hours on two free CPU cores. Whatever is stopped goes on where it was when it is called again with
 the same `--work-dir`. Prints the accuracy by kind of question as the model card has it (`--evaluate-only`: of `--out`).
 """
 
