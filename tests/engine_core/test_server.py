@@ -248,14 +248,14 @@ def test_a_frontend_that_reads_late_keeps_up_in_larger_messages(endpoint: str, c
         slow = connect(queue_messages=4)
         slow.hello()
         for n in range(10):
-            slow.add(f"r{n}", [n + 1], 20_000)
-        wait_until(lambda: server.engine.stats().generated_tokens == 200_000, timeout_s=120)
+            slow.add(f"r{n}", [n + 1], 4_000)
+        wait_until(lambda: server.engine.stats().generated_tokens == 40_000, timeout_s=120)
         wait_until(lambda: is_idle(server.engine))
         slow.add("late", [99], 5)
         results = slow.finish(*(f"r{n}" for n in range(10)), "late")
         assert all(last.error is None for _, last in results.values())
         for n in range(10):
-            assert results[f"r{n}"][0] == continuation([n + 1], 20_000)
+            assert results[f"r{n}"][0] == continuation([n + 1], 4_000)
         assert results["late"][0] == continuation([99], 5)
 
 
