@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: `kernels.paged_attention`. Importing the package itself loads no torch.
+"""What computes besides the model's own layers (docs/kernels.md). Importing the package itself loads no torch.
 
 The folder's name is a trap: a distribution called `kernels`, which Foreword does not use, installs the same
 folder, and `transformers` asks the version of whatever provides it. So Foreword's own version stays outside

@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What issue 6 wants: at least this share of the roofline, or at most so much of the time of `Work.beside`."""
+    """What is to be reached: at least this share of the roofline, or at most so much of the time of `Work.beside`."""
 
     min_roofline_share: float | None = None
     max_time_ratio: float | None = None
