@@ -1,19 +1,33 @@
 """What `pyproject.toml` has no stable words for: the compiled kernels."""
 
+import platform
+from pathlib import Path
+
 from setuptools import Extension, setup
+
+ON_X86 = platform.machine() in {"x86_64", "AMD64"}
+INSTRUCTION_SETS = {
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx2", "-mfma"],
+    "avx2": ["-mavx2", "-mfma"],
+    "portable": [],
+}
+ELEMENT_TYPES = {"bf16": ["-DELEMENT_BF16=1"], "f32": []}
 
 setup(
     ext_modules=[
         Extension(
             # Loaded with ctypes: the compiler needs no header of Python.
-            f"kernels._{name}",
-            [f"kernels/{name}.c"],
-            depends=["kernels/bf16.h"],
-            # Not for the linker as well: kernels/compiled.py says why.
-            extra_compile_args=["-O3", "-fopenmp"],
+            f"kernels._{instruction_set}_{element_type}",
+            sorted(str(path) for path in Path("kernels/cpu").glob("*.c")),
+            depends=sorted(str(path) for path in Path("kernels/cpu").glob("*.h")),
+            # OpenMP not for the linker as well: kernels/compiled.py says why.
+            extra_compile_args=["-O3", "-fopenmp", "-fvisibility=hidden", *instructions, *element],
             # Foreword works without it.
             optional=True,
         )
-        for name in ("attention", "linear")
+        for instruction_set, instructions in INSTRUCTION_SETS.items()
+        for element_type, element in ELEMENT_TYPES.items()
+        if ON_X86 or not instructions
     ]
+    + [Extension("kernels._attention", ["kernels/attention.c"], extra_compile_args=["-O3", "-fopenmp"], optional=True)]
 )

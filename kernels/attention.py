@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 from collections.abc import Callable
 
 import torch
 
-from .compiled import load
 
 # As in attention.c.
 _PANEL = 32
@@ -106,8 +106,11 @@ def attention(
 @functools.cache
 def _compiled() -> Callable[..., None] | None:
     """`attention_bf16` of `attention.c`, or None where it was not built, does not load or is not for this CPU."""
-    library = load("_attention")
-    if library is None or not library.attention_bf16_is_supported():
+    spec = importlib.util.find_spec(f"{__package__}._attention")
+    if spec is None or spec.origin is None:
+        return None
+    library = ctypes.CDLL(spec.origin)
+    if not library.attention_bf16_is_supported():
         return None
     compute = library.attention_bf16
     compute.argtypes = [ctypes.POINTER(_Attention), ctypes.c_int]

@@ -1,4 +1,4 @@
-"""Linear layers in bfloat16 on CPUs with AVX512-BF16: `linear.c`, for any number of rows.
+"""Linear layers on CPUs: `cpu/linear.c`, for any number of rows.
 
 Where it was not compiled it is missing (`is_available`, `compiled.py`).
 """
@@ -6,90 +6,124 @@ Where it was not compiled it is missing (`is_available`, `compiled.py`).
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 
 import torch
 import torch.nn.functional as F
 
-from .compiled import load
+from .compiled import library
 
-# As in linear.c.
-_PANEL_OUTPUTS = 32
+# As in cpu/element.h.
+_PANEL = 32
+_INPUTS_PER_STEP = {torch.bfloat16: 2, torch.float32: 1}
+
+
+class Activation(IntEnum):
+    """As in cpu/linear.h. `GELU_TANH` is the approximation by a hyperbolic tangent."""
+
+    IDENTITY = 0
+    SILU = 1
+    GELU_TANH = 2
+    GELU = 3
+    RELU = 4
+
+
+class CWeight(ctypes.Structure):
+    """`Weight` of cpu/linear.h."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+    )
+
+
+class CProduct(ctypes.Structure):
+    """`Product` of cpu/linear.h."""
+
+    _fields_ = (
+        ("weight", ctypes.POINTER(CWeight)),
+        ("gate", ctypes.POINTER(CWeight)),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("activation", ctypes.c_int),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A linear layer's weight in the order in which the kernel reads it, made by `pack_weight`.
 
-    `panels` `[num_panels, num_pairs, 32, 2]` in bfloat16: 32 outputs make a panel, and within it two inputs a pair.
-    `bias` `[num_panels * 32]` in float32. What lies beyond the layer's own sizes is zero.
+    `panels` `[num_panels, num_steps, 32, inputs_per_step]`: 32 outputs make a panel, and within it two inputs of
+    bfloat16 or one of float32 a step. `bias` `[num_panels * 32]` in float32. What lies beyond the layer's own sizes is
+    zero. `on_c_side` is what kernels are given; it lives as long as this.
     """
 
     panels: torch.Tensor
     bias: torch.Tensor | None
     in_features: int
     out_features: int
+    on_c_side: CWeight = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        on_c_side = CWeight(self.panels.data_ptr(), bias, self.in_features, self.out_features)
+        object.__setattr__(self, "on_c_side", on_c_side)
 
 
-def is_available() -> bool:
-    """Whether the library was built and this CPU computes in it."""
-    return _compiled() is not None
+def is_available(dtype: torch.dtype) -> bool:
+    """Whether there is a library for this CPU that computes in `dtype`."""
+    return library(dtype) is not None
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
-    """A copy of `weight` `[out_features, in_features]` and `bias` `[out_features]`, both bfloat16, for `linear`."""
+    """A copy of `weight` `[out_features, in_features]` and `bias` `[out_features]`, both bfloat16 or float32."""
     out_features, in_features = weight.shape
-    missing_outputs = -out_features % _PANEL_OUTPUTS
-    padded = F.pad(weight, (0, in_features % 2, 0, missing_outputs)) if missing_outputs or in_features % 2 else weight
-    num_panels, num_pairs = padded.shape[0] // _PANEL_OUTPUTS, padded.shape[1] // 2
-    panels = padded.reshape(num_panels, _PANEL_OUTPUTS, num_pairs, 2).transpose(1, 2).contiguous()
+    inputs_per_step = _INPUTS_PER_STEP[weight.dtype]
+    missing_outputs, missing_inputs = -out_features % _PANEL, -in_features % inputs_per_step
+    padded = F.pad(weight, (0, missing_inputs, 0, missing_outputs)) if missing_outputs or missing_inputs else weight
+    num_panels, num_steps = padded.shape[0] // _PANEL, padded.shape[1] // inputs_per_step
+    panels = padded.reshape(num_panels, _PANEL, num_steps, inputs_per_step).transpose(1, 2).contiguous()
     return PackedWeight(
         panels, None if bias is None else F.pad(bias.float(), (0, missing_outputs)), in_features, out_features
     )
 
 
 def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """`F.linear` of `x` `[..., in_features]` in bfloat16: sums in float32, rounded once. Gradients are not recorded.
+    """`F.linear` of `x` `[..., in_features]`: sums in float32, rounded once. Gradients are not recorded.
 
-    Runs in torch's intra-op threads. Denormal numbers count as zero.
+    Runs in torch's intra-op threads. In bfloat16, denormal numbers may count as zero.
 
     Raises:
-        ValueError: `x` has another dtype, another size or is not on the CPU.
-        RuntimeError: the library is not available.
+        ValueError: `x` has another dtype than the weight, another size or is not on the CPU.
+        RuntimeError: there is no library for it.
     """
-    if x.dtype is not torch.bfloat16 or x.shape[-1] != weight.in_features or not x.is_cpu:
+    dtype = weight.panels.dtype
+    if x.dtype is not dtype or x.shape[-1] != weight.in_features or not x.is_cpu:
         raise ValueError(
-            f"expected bfloat16 [..., {weight.in_features}] on the CPU,"
-            f" got {str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}"
+            f"expected {_name(dtype)} [..., {weight.in_features}] on the CPU,"
+            f" got {_name(x.dtype)} {list(x.shape)} on {x.device.type}"
         )
-    compute = _compiled()
-    if compute is None:
-        raise RuntimeError("the linear kernel was not built or this CPU lacks AVX512-BF16")
+    found = library(dtype)
+    if found is None:
+        raise RuntimeError(f"there is no linear kernel for {_name(dtype)} on this CPU")
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], weight.out_features)
-    compute(
-        y.data_ptr(),
+    product = CProduct(
+        ctypes.pointer(weight.on_c_side),
+        None,
         x.data_ptr(),
-        weight.panels.data_ptr(),
-        None if weight.bias is None else weight.bias.data_ptr(),
+        y.data_ptr(),
+        None,
         x.numel() // weight.in_features,
-        weight.in_features,
-        weight.out_features,
-        torch.get_num_threads(),
     )
+    found.linear(ctypes.byref(product), torch.get_num_threads())
     return y
 
 
-@functools.cache
-def _compiled() -> Callable[..., None] | None:
-    """`linear_bf16` of `linear.c`, or None where it was not built, does not load or is not for this CPU."""
-    library = load("_linear")
-    if library is None or not library.linear_bf16_is_supported():
-        return None
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    compute = library.linear_bf16
-    compute.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int]
-    compute.restype = None
-    return compute
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -9,7 +9,7 @@ from kernels import linear as linear_kernel
 
 
 class KernelLinear(nn.Module):
-    """`linear`, which is in bfloat16, computed by Foreword's own kernel."""
+    """`linear`, computed by Foreword's own kernel."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -17,8 +17,8 @@ class KernelLinear(nn.Module):
 
     @staticmethod
     def is_usable(dtype: torch.dtype) -> bool:
-        """Whether the kernel was built, and this CPU has its instructions."""
-        return dtype == torch.bfloat16 and linear_kernel.is_available()
+        """Whether the kernel was built for this CPU."""
+        return linear_kernel.is_available(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear_kernel.linear(x, self._weight)
