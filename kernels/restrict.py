@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .dispatch import uses_triton
+from . import sampling_in_c
+from .dispatch import library_for, uses_triton
 from .triton_language import compile_options, constant, jit, next_power_of_2, tl
 
 # Sorting a whole vocabulary costs a CPU as much as a small model's step; nearly always these many tokens decide.
@@ -69,6 +70,9 @@ def restrict(
 
     The first token always stays. Tokens of −inf may be among the kept, or not.
     """
+    library = library_for(logits)
+    if library is not None:
+        return Kept(*sampling_in_c.restrict(library, logits, highest, temperature, restrictions))
     compute = _launch if uses_triton(logits) else reference
     return compute(logits, highest, temperature, restrictions)
 

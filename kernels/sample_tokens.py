@@ -3,7 +3,8 @@
 A greedy row takes its highest logit. A random one takes the highest sum of a logit, shifted by the row's highest and
 divided by its temperature, and Gumbel noise (`gumbel`), among the tokens that `restrict` leaves.
 
-Four launches, the last two of which read only what they need:
+On a CPU that is `cpu/sampling.c`, for bfloat16 and float32. On a GPU it is four launches, the last two of which read only
+what they need:
 
 1. the highest logit of every chunk of CHUNK tokens of every row;
 2. `restrict`, if a row restricts anything, one program per row;
@@ -23,7 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .dispatch import uses_triton
+from . import sampling_in_c
+from .dispatch import library_for, uses_triton
 from .gumbel import ROUGH_ERROR, exact_noise, gumbel_noise, random_bits, rough_noise
 from .restrict import Kept, Restrictions, restrict, rows_at_once, scale
 from .triton_language import compile_options, constant, jit, next_power_of_2, tl
@@ -55,6 +57,9 @@ def sample_tokens(
 
     A row's token depends on the row alone: its logits, its numbers and the size of the vocabulary.
     """
+    library = library_for(logits)
+    if library is not None:
+        return sampling_in_c.sample(library, logits, randomness, restrictions)
     compute = _launch if uses_triton(logits) else reference
     return compute(logits, randomness, restrictions)
 

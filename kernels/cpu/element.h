@@ -57,6 +57,17 @@ INLINE void store_floats(float *x, vector y) { memcpy(x, &y, sizeof y); }
 /* Lanes of `x` where `mask`, a comparison's result, holds, else of `y`. */
 INLINE vector choose(integers mask, vector x, vector y) { return (vector)((mask & (integers)x) | (~mask & (integers)y)); }
 
+/* A bit for each lane where `mask` holds, lane 0 in the lowest. */
+INLINE uint32_t lanes_of(integers mask) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+    return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#else
+    return (mask[0] & 1) | (mask[1] & 2) | (mask[2] & 4) | (mask[3] & 8);
+#endif
+}
+
 INLINE vector larger_of(vector x, vector y) { return choose(x > y, x, y); }
 
 #if ELEMENT_BF16
