@@ -11,6 +11,7 @@
 #include "sampling.h"
 
 #include "gumbel.h"
+#include "highest.h"
 
 enum { CHUNK = 8192, MIN_PARALLEL_TOKENS = 32768 /* about what starting the threads takes */ };
 
@@ -48,23 +49,6 @@ INLINE Tokens tokens_of(const Sampling *s, int64_t chunk) {
 }
 
 INLINE int is_random(const Sampling *s, int64_t row) { return s->temperature && s->temperature[row] > 0; }
-
-static float highest_of(const element *logits, int64_t count) {
-    enum { VECTORS = 4 };
-    vector highest[VECTORS];
-    for (int v = 0; v < VECTORS; v++)
-        highest[v] = spread(-INFINITY);
-    int64_t i = 0;
-    for (; i + VECTORS * LANES <= count; i += VECTORS * LANES)
-        for (int v = 0; v < VECTORS; v++)
-            highest[v] = larger_of(load(logits + i + v * LANES), highest[v]);
-    for (int v = 1; v < VECTORS; v++)
-        highest[0] = larger_of(highest[v], highest[0]);
-    float result = largest_of(highest[0]);
-    for (; i < count; i++)
-        result = to_float(logits[i]) > result ? to_float(logits[i]) : result;
-    return result;
-}
 
 /* The first of `tokens` with this logit; the first of all where none has. */
 static int64_t find(const element *logits, Tokens tokens, float logit) {

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from engine_core import EngineCore, EngineRequest, SamplingParams
-from engine_core.model.logprobs import entries, logprob_tensors
+from engine_core.model.logprobs import entries
 from ipc.messages import RequestOutput, TokenLogprob
+from kernels import token_logprobs as kernel
 from tests.model.equality import LOGPROB_TOLERANCE, load_reference_model, make_engine
 
 PROMPTS = [
@@ -65,7 +66,7 @@ def check_prompt(entries: list[TokenLogprob | None] | None, expected: torch.Tens
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top_tokens: list[int]) -> list[TokenLogprob]:
-    return entries(logprob_tensors(logits, torch.tensor(token_ids), max(num_top_tokens)), num_top_tokens)
+    return entries(kernel.token_logprobs(logits, torch.tensor(token_ids), max(num_top_tokens)), num_top_tokens)
 
 
 def test_entries_are_the_log_softmax() -> None:
