@@ -1,7 +1,7 @@
 """Who computes: Triton where tensors lie on a GPU and it is installed, C on CPUs where there is some, else torch.
 
-Every kernel's public function asks `uses_triton` once and calls its launcher or its reference. Those that are written in
-C, too, ask `library_for` before (`attention` and `linear` go their own way).
+Every kernel's public function asks `uses_triton` once and calls its launcher or its reference. Those that are written
+in C, too, ask `library_for` before (`attention` and `linear` go their own way).
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ Counts are exact. Weights are summed in float32 in BLOCK lanes, then in float64,
 the vocabulary alone. A weight is off by about (2 + |x|)·2⁻²³ of itself, x = log w, and a lane by V/BLOCK·2⁻²⁴: with
 V ≤ 2¹⁸ less than 2⁻¹⁷ of any sum. (torch sums in float64 of weights in float64.) So where top-p ends between two
 tokens, and a sum comes within 2⁻¹⁶·W of top_p·W, one of the two may be kept here and not there; nothing else differs.
+
+On a CPU `cpu/restrict.c` counts the logits by value instead, and sums in float64, as torch does.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A greedy row takes its highest logit. A random one takes the highest sum of a logit, shifted by the row's highest and
 divided by its temperature, and Gumbel noise (`gumbel`), among the tokens that `restrict` leaves.
 
-On a CPU that is `cpu/sampling.c`, for bfloat16 and float32. On a GPU it is four launches, the last two of which read only
-what they need:
+On a CPU `cpu/sampling.c` does this, for bfloat16 and float32. On a GPU it is four launches, the last two of which read
+only what they need:
 
 1. the highest logit of every chunk of CHUNK tokens of every row;
 2. `restrict`, if a row restricts anything, one program per row;

@@ -1,6 +1,6 @@
 """`sample_tokens` and `restrict` on CPUs: how `cpu/sampling.c` and `cpu/restrict.c` are called.
 
-Both run in torch's intra-op threads, several of them to a row, but for what a row is restricted to: that is one thread's.
+Both run in torch's intra-op threads. Several share a row, but for what it is restricted to: that is one thread's.
 """
 
 from __future__ import annotations

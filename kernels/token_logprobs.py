@@ -88,9 +88,7 @@ def _likeliest(logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return ((ordered << 32) - ids).topk(num_tokens).indices
 
 
-def _compute(
-    library: ctypes.CDLL, logits: torch.Tensor, token_ids: torch.Tensor, num_top_tokens: int
-) -> TokenLogprobs:
+def _compute(library: ctypes.CDLL, logits: torch.Tensor, token_ids: torch.Tensor, num_top_tokens: int) -> TokenLogprobs:
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_rows, vocab_size = logits.shape
     result = TokenLogprobs(

@@ -72,7 +72,8 @@ def randomness_of(num_rows: int = ROWS, temperature: float | None = None) -> Ran
     temperatures = torch.rand(num_rows) * 1.5 + 0.1 if temperature is None else torch.full((num_rows,), temperature)
     if temperature is None:
         temperatures[::4] = 0
-    return Randomness(temperatures, torch.randint(-(2**63), 2**63 - 1, (num_rows,)), torch.randint(1, 10**5, (num_rows,)))
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,))
+    return Randomness(temperatures, seeds, torch.randint(1, 10**5, (num_rows,)))
 
 
 def restrictions_of(num_rows: int = ROWS) -> Restrictions:
@@ -194,6 +195,11 @@ def test_float32_does_not_decide(dtype: torch.dtype) -> None:
     assert set(assert_same_tokens(logits, randomness)) == {3, 8400}
 
 
+def test_no_winner_is_passed_over(dtype: torch.dtype) -> None:
+    """Among equals some winners are only just better than the best before them."""
+    assert_same_tokens(torch.zeros(1, 1000, dtype=dtype).expand(2000, -1), randomness_of(2000, 1.0))
+
+
 @pytest.mark.parametrize("token", [0, 8, 15, 8191, 8200])
 def test_the_largest_noise_there_is_wins_by_a_hundredth(dtype: torch.dtype, token: int) -> None:
     """Its bits are all ones; what it beats is barely less, and some forty below the highest logit it is far down."""
@@ -244,8 +250,7 @@ def test_several_threads_sample_at_once(dtype: torch.dtype) -> None:
     results: list[list[int]] = []
 
     def repeat() -> None:
-        for _ in range(20):
-            results.append(sample_tokens(logits, randomness, restrictions).tolist())
+        results.extend(sample_tokens(logits, randomness, restrictions).tolist() for _ in range(20))
 
     threads = [threading.Thread(target=repeat) for _ in range(3)]
     for thread in threads:
