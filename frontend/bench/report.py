@@ -51,8 +51,8 @@ def print_report(result: Result, console: Console) -> None:
     parts = result.parts
     if parts.prefix:
         console.print(_prefix_table(parts.prefix))
-    if parts.decode:
-        console.print(_decode_table(parts.decode))
+    if decodes := [*(parts.decode or ()), *([parts.streams] if parts.streams is not None else ())]:
+        console.print(_decode_table(decodes))
     chats = parts.chats.load if parts.chats is not None else None
     loads = {"chats": chats, "shared": parts.shared, "unique": parts.unique}
     if measured := {name: load for name, load in loads.items() if load is not None}:
@@ -91,9 +91,11 @@ def _prefix_table(rows: list[PrefixRow]) -> Table:
 
 
 def _decode_table(rows: list[DecodeRow]) -> Table:
-    table = _table("Decode, one stream", "prompt", "generated", "tok/s")
+    table = _table("Decode", "streams", "prompt", "generated", "tok/s")
     for row in rows:
-        table.add_row(_count(row.prompt_tokens), _count(row.output_tokens), _number(row.tokens_per_s, 1))
+        table.add_row(
+            _count(row.num_streams), _count(row.prompt_tokens), _count(row.output_tokens), _number(row.tokens_per_s, 1)
+        )
     return table
 
 

@@ -39,8 +39,11 @@ class PrefixRow(Struct):
 
 
 class DecodeRow(Struct):
-    """One stream alone. `tokens_per_s` counts from the first token on."""
+    """Streams that begin together. `tokens_per_s` is that of all of them, from the first token of any to the last
+    of any; `prompt_tokens` and `output_tokens` are those of one.
+    """
 
+    num_streams: int
     target_context_tokens: int
     prompt_tokens: float | None
     output_tokens: float | None
@@ -86,6 +89,7 @@ class Parts(Struct):
 
     prefix: list[PrefixRow] | None = None
     decode: list[DecodeRow] | None = None
+    streams: DecodeRow | None = None
     chats: Chats | None = None
     shared: Load | None = None
     unique: Load | None = None

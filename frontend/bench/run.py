@@ -24,6 +24,7 @@ from .workloads import (
     measure_decode,
     measure_prefix,
     measure_shared,
+    measure_streams,
     measure_tiny,
     measure_unique,
 )
@@ -49,6 +50,7 @@ PARTS = {
         measure_prefix, lambda s: 3 * s.repeats * len(s.prefix_sizes), "time to first token of cold and warm prompts"
     ),
     "decode": Part(measure_decode, lambda s: s.repeats * len(s.decode_contexts), "speed of a single stream"),
+    "streams": Part(measure_streams, lambda s: s.repeats * s.num_streams, "speed of several streams at once"),
     "chats": Part(measure_chats, lambda s: s.num_chats * s.num_turns, "several chats of several turns"),
     "shared": Part(measure_shared, lambda s: s.num_requests, "requests that share a system prompt"),
     "unique": Part(measure_unique, lambda s: s.num_requests, "requests that share nothing"),

@@ -28,6 +28,8 @@ class Scale:
     prefix_sizes: tuple[int, ...] = (256, 1024, 2048, 4096)
     decode_contexts: tuple[int, ...] = (32, 2048)
     decode_tokens: int = 128
+    num_streams: int = 8
+    streams_context: int = 32
     repeats: int = 3
     num_chats: int = 8
     num_turns: int = 6
@@ -84,23 +86,40 @@ async def measure_prefix(meter: Meter, texts: TextMaker, scale: Scale) -> list[P
 
 async def measure_decode(meter: Meter, texts: TextMaker, scale: Scale) -> list[DecodeRow]:
     """Tokens per second of a single stream, after little and after much context."""
-    rows: list[DecodeRow] = []
-    for context in scale.decode_contexts:
-        answers: list[Answer] = []
-        for repeat in range(scale.repeats):
-            text = texts.text(f"decode/{context}/{repeat}", max(1, context - FRAME_TOKENS))
-            prompt = _user(f"{text}\n\nGo on with this story, and take your time.")
-            if (answer := await meter.ask(prompt, scale.decode_tokens)) is not None:
-                answers.append(answer)
-        rows.append(
-            DecodeRow(
-                context,
-                prompt_tokens=median(_prompt_tokens(answers)),
-                output_tokens=median(_output_tokens(answers)),
-                tokens_per_s=median([answer.decode_tokens_per_s for answer in answers]),
-            )
-        )
-    return rows
+    return [await _decode(meter, texts, scale, context, num_streams=1) for context in scale.decode_contexts]
+
+
+async def measure_streams(meter: Meter, texts: TextMaker, scale: Scale) -> DecodeRow:
+    """Tokens per second of several streams together, after so little context that its computation hardly counts."""
+    return await _decode(meter, texts, scale, scale.streams_context, scale.num_streams)
+
+
+async def _decode(meter: Meter, texts: TextMaker, scale: Scale, context: int, num_streams: int) -> DecodeRow:
+    rounds: list[list[Answer]] = []
+    for repeat in range(scale.repeats):
+        jobs = []
+        for stream in range(num_streams):
+            text = texts.text(f"decode/{num_streams}/{context}/{repeat}/{stream}", max(1, context - FRAME_TOKENS))
+            jobs.append((_user(f"{text}\n\nGo on with this story, and take your time."), scale.decode_tokens))
+        answers, _ = await meter.ask_all(jobs, concurrency=num_streams)
+        rounds.append(answers)
+    all_answers = [answer for answers in rounds for answer in answers]
+    return DecodeRow(
+        num_streams,
+        context,
+        prompt_tokens=median(_prompt_tokens(all_answers)),
+        output_tokens=median(_output_tokens(all_answers)),
+        tokens_per_s=median([_tokens_per_s(answers) for answers in rounds if len(answers) == num_streams]),
+    )
+
+
+def _tokens_per_s(answers: Sequence[Answer]) -> float | None:
+    """Of answers to requests sent at one time. None if there is nothing after the first tokens, or no count of it."""
+    num_tokens = _output_tokens(answers)
+    arrivals_s = [arrival_s for answer in answers for arrival_s in answer.arrivals_s]
+    if None in num_tokens or len(arrivals_s) <= len(answers):
+        return None
+    return ratio((total(num_tokens) or 0) - len(answers), max(arrivals_s) - min(arrivals_s))
 
 
 async def measure_chats(meter: Meter, texts: TextMaker, scale: Scale) -> Chats:

@@ -49,7 +49,8 @@ def bench(
         option(
             _WORK,
             "Which parts, with commas between them. prefix: time to first token, cold and warm. decode: one stream."
-            " chats: turn after turn. shared: a common system prompt. unique: nothing in common. tiny: one token.",
+            " streams: eight at once. chats: turn after turn. shared: a common system prompt. unique: nothing in"
+            " common. tiny: one token.",
         ),
     ] = ",".join(_PART_NAMES),
     quick: Annotated[bool, option(_WORK, "Fewer and smaller requests: a first look.", "--quick")] = False,

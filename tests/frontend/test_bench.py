@@ -39,6 +39,8 @@ SMALL = Scale(
     prefix_sizes=(100, 300),
     decode_contexts=(60,),
     decode_tokens=8,
+    num_streams=3,
+    streams_context=60,
     repeats=2,
     num_chats=2,
     num_turns=3,
@@ -150,8 +152,16 @@ async def test_every_part(engine: CachingEngine, url: str) -> None:
 
     assert parts.decode is not None
     (decode,) = parts.decode
+    assert decode.num_streams == 1
     assert decode.output_tokens == SMALL.decode_tokens
+    # A token takes this engine a millisecond.
     assert decode.tokens_per_s is not None and 0 < decode.tokens_per_s < 1000
+
+    assert parts.streams is not None
+    assert parts.streams.num_streams == SMALL.num_streams
+    assert parts.streams.output_tokens == SMALL.decode_tokens
+    assert parts.streams.tokens_per_s is not None
+    assert decode.tokens_per_s < parts.streams.tokens_per_s < SMALL.num_streams * 1000
 
     assert parts.chats is not None
     assert parts.chats.load.num_requests == SMALL.num_chats * SMALL.num_turns
@@ -168,7 +178,7 @@ async def test_every_part(engine: CachingEngine, url: str) -> None:
     assert parts.shared is not None and parts.unique is not None
     assert parts.shared.cached_share is not None and parts.shared.cached_share > 0.5
     assert parts.unique.cached_share is not None and parts.unique.cached_share < 0.3
-    assert engine.max_num_in_flight == SMALL.concurrency
+    assert engine.max_num_in_flight == SMALL.num_streams > SMALL.concurrency
 
     assert parts.tiny is not None and parts.tiny.plain is not None and parts.tiny.stream is not None
 
