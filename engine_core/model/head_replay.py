@@ -12,7 +12,7 @@ def decoding_once(model: Any) -> Iterator[None]:
     """Within it, the first forward of `model` runs everything and later ones only what follows the decoder.
 
     So the head, with whatever caps and scales the architecture puts around it, can be asked for other
-    `logits_to_keep` of the same tokens. The cost of a forward without a later one stays what it was.
+    `logits_to_keep` of the same tokens.
     """
     decoder = model.get_decoder()
     decode = decoder.forward

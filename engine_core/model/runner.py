@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +193,11 @@ class ModelRunner:
                 logits = self._graphs.logits(layout, sampled, self._staging)
             else:
                 inputs, logits_of = self._forward(batch, layout, sampled, key_caches, value_caches)
-                with decoding_once(self._model):
+                replays = any(item.request.prompt_logprobs is not None for item in batch)
+                with decoding_once(self._model) if replays else nullcontext():
                     logits = logits_of(inputs.logits_indices)
-                    add_prompt_logprobs(outputs, batch, logits_of, self._staging)
+                    if replays:
+                        add_prompt_logprobs(outputs, batch, logits_of, self._staging)
             self._sampled = None
             if layout.sampling:
                 self._sample(batch, layout.sampling, logits, outputs)
