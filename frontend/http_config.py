@@ -7,6 +7,8 @@ import sys
 
 import msgspec
 
+from ipc.threads import WORKER_THREADS
+
 from .picture_config import PictureConfig
 
 DEFAULT_MAX_BODY_BYTES = 32 << 20
@@ -46,7 +48,7 @@ class HttpConfig(msgspec.Struct, kw_only=True, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    num_prompt_threads: int = 2
+    num_prompt_threads: int = WORKER_THREADS
     drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S
     pictures: PictureConfig = PictureConfig()
 

@@ -27,6 +27,7 @@ from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
 from ipc.logs import configure_logging
 from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_open_files_limit
+from ipc.threads import tokenize_where_called
 
 from .announcement import announcement
 from .api_key import take_api_keys
@@ -131,8 +132,6 @@ def _keep_torch_out() -> None:
     """Make `import torch` fail in this process: transformers would load it (2 s, 230 MB) and not use it here."""
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Each prompt is tokenized in its own thread; a shared pool would let a long prompt hold up short ones.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def main() -> int:
@@ -144,6 +143,7 @@ def main() -> int:
     exit_with_supervisor()
     raise_open_files_limit()
     _keep_torch_out()
+    tokenize_where_called()
     try:
         api_keys = take_api_keys()
         listener = listen(config.host, config.port)

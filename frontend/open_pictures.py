@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ipc.threads import WORKER_THREADS
 from multimodal import (
     ContentHasher,
     ImageLimits,
@@ -42,6 +43,7 @@ def open_pictures(model_dir: Path, config: PictureConfig) -> ChatPictures | None
         PictureSettings(
             max_images_per_prompt=config.max_images_per_prompt,
             processor_cache_bytes=config.mm_processor_cache_bytes,
+            num_threads=WORKER_THREADS,
         ),
     )
     return ChatPictures(pictures)

@@ -9,7 +9,7 @@ behind `engine_core.runner.Runner`. This package itself loads no torch.
 
 from __future__ import annotations
 
-import os
+from ipc.threads import limit_spinning
 
 # Here, because everything that may import transformers comes through here: it would trip over a foreign package first.
 try:
@@ -22,7 +22,4 @@ except ImportError as error:
 
 check_installation()
 
-# Read when torch is loaded, which comes after this. By default an OpenMP thread that waits for another spins for
-# milliseconds; with anything else running on the same cores it thereby keeps off the one it waits for.
-if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "1000"
+limit_spinning()

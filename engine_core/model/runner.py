@@ -18,6 +18,7 @@ from engine_core.encoder_cache import encoder_cache_bytes
 from engine_core.errors import InvalidConfigError
 from engine_core.runner import LaunchedStep, ModelInfo, ScheduledRequest, StepResult
 from ipc.messages import MultimodalFeature
+from ipc.threads import model_threads
 from kernels.copy_blocks import copy_blocks
 from kernels.dispatch import uses_triton
 
@@ -42,7 +43,6 @@ from .sampler import sample
 from .staging import HostStaging, QueuedStaging, Staging
 from .step_outputs import RunningStep, StepOutputs
 from .support import LayerShape, usable_model_len
-from .threads import default_num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, queue: DeviceQueue | None = None) -> None:
         started_s = time.monotonic()
-        if (num_threads := config.num_threads or default_num_threads()) is not None:
+        if (num_threads := config.num_threads or model_threads()) is not None:
             torch.set_num_threads(num_threads)
         self._device = choose_device(config.device)
         self._dtype = choose_dtype(config.dtype, self._device)

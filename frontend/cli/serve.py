@@ -22,6 +22,7 @@ from frontend.http_config import (
 )
 from frontend.launch import ChildSpec, engine_child, supervise
 from ipc.sockets import make_private_directory
+from ipc.threads import WORKER_THREADS
 
 from .attach import engine_addresses, refuse_attached_only, refuse_engine_options
 from .engine_options import takes_engine_options
@@ -82,7 +83,7 @@ def serve(
     ] = DEFAULT_MAX_BODY_BYTES,
     num_prompt_threads: Annotated[
         int, option(_HTTP, "Threads that tokenize short prompts (long ones have their own).", min=1)
-    ] = 2,
+    ] = WORKER_THREADS,
     api_key: Annotated[
         list[str] | None,
         option(
