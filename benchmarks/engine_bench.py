@@ -10,14 +10,12 @@ import msgspec
 
 from engine_core import EngineCore, EngineRequest, SamplingParams
 
-# Common to all vocabularies, and no special tokens as a rule.
-_FIRST_TOKEN_ID, _END_TOKEN_ID = 1000, 20000
 
-
-def random_tokens(name: str, num_tokens: int) -> list[int]:
-    """The same for the same name."""
+def random_tokens(engine: EngineCore, name: str, num_tokens: int) -> list[int]:
+    """The same for the same name. From the middle of the vocabulary, where there are no special tokens as a rule."""
     rng = random.Random(name)
-    return [rng.randrange(_FIRST_TOKEN_ID, _END_TOKEN_ID) for _ in range(num_tokens)]
+    vocab_size = engine.capabilities.vocab_size
+    return [rng.randrange(vocab_size // 4, vocab_size // 2) for _ in range(num_tokens)]
 
 
 @contextmanager
@@ -33,7 +31,8 @@ def decoding(
     try:
         waiting = set(ids)
         for request_id in ids:
-            engine.add_request(EngineRequest(request_id, random_tokens(request_id, num_context_tokens - 1), params))
+            prompt = random_tokens(engine, request_id, num_context_tokens - 1)
+            engine.add_request(EngineRequest(request_id, prompt, params))
         while waiting:
             outputs = engine.step().outputs
             failed = [output for output in outputs if output.finish_reason is not None]
@@ -49,7 +48,7 @@ def decoding(
 def prefilling(engine: EngineCore, name: str, num_tokens: int) -> Iterator[None]:
     """Within it, the next step of `engine` computes a prompt of `num_tokens` tokens that is new if `name` is."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
-    engine.add_request(EngineRequest(name, random_tokens(name, num_tokens), params))
+    engine.add_request(EngineRequest(name, random_tokens(engine, name, num_tokens), params))
     try:
         yield
     finally:

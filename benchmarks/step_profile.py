@@ -43,7 +43,8 @@ KERNELS = (MODEL, "sampling")
 class Clock:
     """Adds up the time of each stage, less that of the stages within it. Seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._now_s = now_s
         self.times_s: Counter[str] = Counter()
         self.num_calls = 0
         self._within_s = [0.0]
@@ -51,11 +52,11 @@ class Clock:
     def timed(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._within_s.append(0.0)
-            started_s = time.perf_counter()
+            started_s = self._now_s()
             try:
                 return function(*args, **kwargs)
             finally:
-                took_s = time.perf_counter() - started_s
+                took_s = self._now_s() - started_s
                 self.times_s[stage] += took_s - self._within_s.pop()
                 self._within_s[-1] += took_s
                 self.num_calls += 1
