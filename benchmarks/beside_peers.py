@@ -154,13 +154,16 @@ def main() -> None:
             report.versions[name] = server_version(url) or "?"
             return Run(name, number, result, server.start_s, server.memory())
 
-    for number in range(arguments.rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            print(f"round {number + 1}: {name}", file=sys.stderr)
-            report.runs.append(run_once(name, number))
-            if arguments.out:
-                arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    print_report(report, names)
+    try:
+        for number in range(arguments.rounds):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                print(f"round {number + 1}: {name}", file=sys.stderr)
+                report.runs.append(run_once(name, number))
+                if arguments.out:
+                    arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    finally:
+        # A round takes minutes: what was measured is shown however it ends.
+        print_report(report, names)
 
 
 if __name__ == "__main__":
