@@ -49,7 +49,9 @@ async def prepare_completion(serving: Serving, request: CompletionRequest) -> Pr
         for i, prompt in enumerate(texts_or_ids):
             param = f"prompt[{i}]" if len(texts_or_ids) > 1 else "prompt"
             if isinstance(prompt, str):
-                token_ids = await serving.prompts.text(prompt, max_model_len=capabilities.max_model_len)
+                token_ids = await serving.prompts.text(
+                    prompt, max_model_len=capabilities.max_model_len, tenant=request.cache_salt or ""
+                )
             else:
                 token_ids = prompt
                 check_prompt_length(len(token_ids), capabilities.max_model_len)

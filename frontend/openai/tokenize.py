@@ -50,9 +50,11 @@ async def _token_ids(serving: Serving, request: TokenizeRequest, max_model_len: 
             raise invalid_request("missing required parameter 'prompt' (or 'messages')", "prompt")
         _refuse_fields_of_chats(request)
         with prompt_errors(serving, "prompt"):
+            cache_salt_spans(request.cache_salt)  # the completions' endpoint would refuse it, too
             return await serving.prompts.text(
                 request.prompt,
                 max_model_len=max_model_len,
+                tenant=request.cache_salt or "",
                 add_special_tokens=request.add_special_tokens is not False,
                 check_length=False,
             )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
 
 from tokenizers import Tokenizer, models
 
 from frontend.detokenizer import BYTE_OF_CHARACTER
+
+from .tokenizer_steps import steps
 
 # No text is more than this many times as long as its NFC form, in UTF-8 bytes (the test tries all of Unicode).
 NFC_SHRINKAGE = 4
@@ -44,7 +44,7 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int | None:
 
 def _dropped_bytes(tokenizer: Tokenizer) -> bytes | None:
     """Bytes that need not appear in any token, because the vocabulary lacks them; None if these are not just bytes."""
-    splits = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    splits = steps(tokenizer.pre_tokenizer, "pretokenizers")
     if any(split["type"] not in _KEEPING_PRE_TOKENIZERS or split.get("behavior") == "Removed" for split in splits):
         return None
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
@@ -57,7 +57,7 @@ def _dropped_bytes(tokenizer: Tokenizer) -> bytes | None:
 def _shrinkage(tokenizer: Tokenizer) -> int | None:
     """At most how many times shorter the normalizer makes a text; None if that is not known."""
     shrinkage = 1
-    for step in _steps(tokenizer.normalizer, "normalizers"):
+    for step in steps(tokenizer.normalizer, "normalizers"):
         if step["type"] == "NFC":
             shrinkage *= NFC_SHRINKAGE
         elif step["type"] == "Replace":
@@ -70,19 +70,8 @@ def _shrinkage(tokenizer: Tokenizer) -> int | None:
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    return any(split["type"] == "ByteLevel" for split in _steps(tokenizer.pre_tokenizer, "pretokenizers"))
+    return any(split["type"] == "ByteLevel" for split in steps(tokenizer.pre_tokenizer, "pretokenizers"))
 
 
 def _utf8_bytes(text: str) -> int:
     return len(text.encode())
-
-
-def _steps(component: Any, key: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as in `tokenizer.json`, nested sequences laid out flat."""
-    return [] if component is None else _flat(json.loads(component.__getstate__()), key)
-
-
-def _flat(state: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    if state["type"] != "Sequence":
-        return [state]
-    return [step for nested in state[key] for step in _flat(nested, key)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,6 @@ from .errors import PromptError
 from .prompt import Prompt
 
 MAX_SETTINGS_BYTES = 16_384
-
-# text → token ids
-Encode = Callable[[str], list[int]]
 
 
 class ChatPictures:
@@ -78,15 +75,20 @@ class ChatPictures:
         with _naming_the_part():
             return await self.pictures.prepare(sources, tenant)
 
-    def prompt(self, text: str, pictures: Sequence[Picture], encode: Encode) -> Prompt:
-        """`text` with each picture in the place of its image token, tokenized by `encode`.
-
-        Raises PromptError: the text makes placeholder tokens that are no picture's.
-        """
-        layouts = [picture.layout for picture in pictures]
+    def expand(self, text: str, pictures: Sequence[Picture]) -> str:
+        """`text` with each picture in the place of its image token. Raises PromptError: there are not as many."""
         try:
-            token_ids = encode(self.processor.expand(text, layouts))
-            placeholders = self.processor.placeholders(token_ids, layouts)
+            return self.processor.expand(text, [picture.layout for picture in pictures])
+        except PlaceholderError as error:
+            raise PromptError(str(error)) from error
+
+    def prompt(self, token_ids: list[int], pictures: Sequence[Picture]) -> Prompt:
+        """Of the tokens of a text with `pictures`.
+
+        Raises PromptError: there are placeholder tokens that are no picture's.
+        """
+        try:
+            placeholders = self.processor.placeholders(token_ids, [picture.layout for picture in pictures])
         except PlaceholderError as error:
             raise PromptError(str(error)) from error
         features = tuple(

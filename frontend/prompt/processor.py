@@ -1,9 +1,12 @@
-"""Prompts are rendered and tokenized in threads, so that a long one stalls neither the event loop nor short ones."""
+"""Prompts are rendered and tokenized in threads, so that a long one stalls neither the event loop nor short ones.
+
+A long one is one that has much to tokenize: a chat that goes on is short if its last turn is.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -11,6 +14,7 @@ from .chat import Chat
 from .errors import ChatTemplateError, PromptError, PromptTooLongError
 from .least_tokens import least_tokens_of
 from .pictures import ChatPictures
+from .piecewise import PiecewiseTokenizer, SplitText, TokenizationStats
 from .prompt import Prompt
 from .spellings import refuse_spellings
 from .tokenizer import ModelTokenizer
@@ -23,6 +27,9 @@ LONG_PROMPT_CHARACTERS = 32_768
 ALWAYS_COUNTED_BYTES = 2 << 20
 
 _CHARACTERS_PER_TOKEN = 4
+# What else takes time, in characters to be tokenized: of each character rendering, splitting and listing; each message.
+_PREPARING_SHARE = 1 / 8
+_MESSAGE_CHARACTERS = 8
 
 
 class PromptProcessor:
@@ -30,6 +37,7 @@ class PromptProcessor:
 
     Long prompts share one thread, short ones have `num_threads` others: the wait of a short prompt does not
     depend on how many long ones are being tokenized. A prompt whose caller is cancelled before its turn is dropped.
+    What a `tenant` sent is used only for the same tenant; it is the request's `cache_salt`, empty without one.
 
     Attributes:
         pictures: None for models that take none. Not closed here.
@@ -40,9 +48,15 @@ class PromptProcessor:
     ) -> None:
         self.tokenizer = tokenizer
         self.pictures = pictures
+        self._piecewise = PiecewiseTokenizer(tokenizer.backend)
         self._least_tokens = least_tokens_of(tokenizer.backend)
         self._short = ThreadPoolExecutor(num_threads, thread_name_prefix="prompt")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long_prompt")
+
+    @property
+    def tokenization(self) -> TokenizationStats:
+        """How much was tokenized, and how much remembered."""
+        return self._piecewise.stats
 
     def close(self) -> None:
         """Drop what has not begun. A tokenization that runs cannot be interrupted; it is not waited for."""
@@ -60,12 +74,10 @@ class PromptProcessor:
     ) -> Prompt:
         """The chat as a prompt. By default the template alone decides about BOS.
 
-        Nothing that is kept of its pictures is used for another `tenant`.
-
         Raises:
             ChatTemplateError: the model has no chat template, or the template refuses this chat.
-            PromptError: see `ChatTemplate.render`, `text`, `ChatPictures.sources` and `ChatPictures.load`; or a text
-                spells what stands for a picture.
+            PromptError: see `ChatTemplate.render`, `text`, `ChatPictures.sources`, `load`, `expand` and `prompt`; or a
+                text spells what stands for a picture.
             PromptTooLongError: see `text`.
         """
         template = self.tokenizer.chat_template
@@ -78,20 +90,29 @@ class PromptProcessor:
                 refuse_spellings(chat, pictures.spellings)
             return template.render(chat)
 
-        def encode(text: str) -> list[int]:
-            return self._encode(text, max_model_len, add_special_tokens, check_length)
+        def tokenize(make_text: Callable[[], str], cost: float) -> Awaitable[list[int]]:
+            return self._tokenize(make_text, cost, max_model_len, tenant, add_special_tokens, check_length)
 
+        cost = _PREPARING_SHARE * chat.num_characters() + _MESSAGE_CHARACTERS * len(chat.messages)
         sources = [] if pictures is None else pictures.sources(chat)
         if pictures is None or not sources:
-            return await self._run(lambda: Prompt(encode(render())), chat.num_characters())
+            return Prompt(await tokenize(render, cost))
         # What is wrong with the chat is found before anything is fetched.
-        text = await self._run(render, chat.num_characters())
+        text = await self._run(render, cost)
         loaded = await pictures.load(sources, tenant)
         num_characters = len(text) + sum(len(picture.layout.replacement) for picture in loaded)
-        return await self._run(lambda: pictures.prompt(text, loaded, encode), num_characters)
+        cost = _PREPARING_SHARE * num_characters
+        token_ids = await tokenize(lambda: pictures.expand(text, loaded), cost)
+        return await self._run(lambda: pictures.prompt(token_ids, loaded), cost)
 
     async def text(
-        self, text: str, *, max_model_len: int | None, add_special_tokens: bool = True, check_length: bool = True
+        self,
+        text: str,
+        *,
+        max_model_len: int | None,
+        tenant: str = "",
+        add_special_tokens: bool = True,
+        check_length: bool = True,
     ) -> list[int]:
         """Token ids of a bare text, by default with BOS if the tokenizer adds one.
 
@@ -102,11 +123,8 @@ class PromptProcessor:
                 that is very long, too, is refused.
             PromptError: the text is very long, and `max_model_len` is None.
         """
-
-        def prepare() -> list[int]:
-            return self._encode(text, max_model_len, add_special_tokens, check_length)
-
-        return await self._run(prepare, len(text))
+        cost = _PREPARING_SHARE * len(text)
+        return await self._tokenize(lambda: text, cost, max_model_len, tenant, add_special_tokens, check_length)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens spelled out. Ids that stand for no token have no text."""
@@ -119,12 +137,34 @@ class PromptProcessor:
             lambda: [spelling(token_id) or "" for token_id in token_ids], len(token_ids) * _CHARACTERS_PER_TOKEN
         )
 
-    def _encode(self, text: str, max_model_len: int | None, add_special_tokens: bool, check_length: bool) -> list[int]:
-        self._refuse_hopeless(text, max_model_len)
-        tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        if check_length and max_model_len is not None:
-            check_prompt_length(len(tokens), max_model_len)
-        return tokens.ids
+    async def _tokenize(
+        self,
+        make_text: Callable[[], str],
+        cost: float,
+        max_model_len: int | None,
+        tenant: str,
+        add_special_tokens: bool,
+        check_length: bool,
+    ) -> list[int]:
+        """`cost`: what making the text and finding what is known of it takes, in characters to be tokenized."""
+
+        def check_number(num_tokens: int) -> None:
+            if check_length and max_model_len is not None:
+                check_prompt_length(num_tokens, max_model_len)
+
+        def finish(split: SplitText) -> list[int]:
+            return self._piecewise.token_ids(split, add_special_tokens=add_special_tokens, check_number=check_number)
+
+        def begin() -> SplitText | list[int]:
+            text = make_text()
+            self._refuse_hopeless(text, max_model_len)
+            split = self._piecewise.split(text, tenant)
+            return split if split.num_unknown_characters > LONG_PROMPT_CHARACTERS else finish(split)
+
+        begun = await self._run(begin, cost)
+        if not isinstance(begun, SplitText):
+            return begun
+        return await self._run(lambda: finish(begun), begun.num_unknown_characters)
 
     def _refuse_hopeless(self, text: str, max_model_len: int | None) -> None:
         """Raises PromptTooLongError for a text that is certainly too long, before it costs anything."""
@@ -139,8 +179,9 @@ class PromptProcessor:
         if (num_tokens := self._least_tokens(utf8)) >= max_model_len:
             raise PromptTooLongError(num_tokens, max_model_len, len(utf8))
 
-    async def _run(self, prepare: Callable[[], T], num_characters: int) -> T:
-        pool = self._long if num_characters > LONG_PROMPT_CHARACTERS else self._short
+    async def _run(self, prepare: Callable[[], T], cost: float) -> T:
+        """`cost`: in characters to be tokenized."""
+        pool = self._long if cost > LONG_PROMPT_CHARACTERS else self._short
         return await asyncio.get_running_loop().run_in_executor(pool, prepare)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 from jinja2 import TemplateSyntaxError
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from .chat_template import ChatTemplate, chat_template_of
 
@@ -32,16 +32,6 @@ class ModelTokenizer:
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return self.backend.get_vocab_size(with_added_tokens=True)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        """Tokenize `text`; `add_special_tokens` adds what the tokenizer puts around a bare text (BOS).
-
-        Special tokens spelled out in `text` become special tokens. The interpreter lock is released meanwhile.
-        `len()` of the result costs nothing; its `ids` are a new list (20 ms with the lock held for a million).
-        """
-        # encode() keeps the interpreter lock for its whole run (0.9 s for 1 MB); this one releases it.
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens spelled out. Ids that stand for no token are passed over."""

@@ -41,7 +41,7 @@ GUARDED = [
 
 @pytest.fixture(scope="module")
 def url(chat_tokenizer: ModelTokenizer) -> Iterator[str]:
-    ids = chat_tokenizer.encode("fine", add_special_tokens=False).ids
+    ids = chat_tokenizer.backend.encode("fine", add_special_tokens=False).ids
     with live_app(ScriptedEngine(says(ids, finish_reason="length")), chat_tokenizer, api_keys=KEYS) as url:
         yield url
 

@@ -100,7 +100,7 @@ class Watched:
 
 @pytest.fixture
 def engine(chat_tokenizer: ModelTokenizer) -> CachingEngine:
-    return CachingEngine(chat_tokenizer.encode("a", add_special_tokens=False).ids[0])
+    return CachingEngine(chat_tokenizer.backend.encode("a", add_special_tokens=False).ids[0])
 
 
 @pytest.fixture

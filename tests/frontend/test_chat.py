@@ -39,7 +39,7 @@ class Served:
         self.tokenizer = tokenizer
 
     def ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.backend.encode(text, add_special_tokens=False).ids
 
     def prompts(self) -> list[str]:
         return [self.tokenizer.backend.decode(r.prompt_token_ids) for r in self.engine.requests]

@@ -280,7 +280,7 @@ from frontend import http_process
 http_process._keep_torch_out()
 from frontend.prompt.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(__import__("pathlib").Path(sys.argv[1]))
-print(sys.modules["torch"], len(tokenizer.encode("one two", add_special_tokens=False)) > 0)
+print(sys.modules["torch"], len(tokenizer.backend.encode("one two", add_special_tokens=False)) > 0)
 """
     command = [sys.executable, "-c", script, str(chat_model_dir)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

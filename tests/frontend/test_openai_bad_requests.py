@@ -24,7 +24,9 @@ MAX_BODY_BYTES = 2 << 20
 
 @pytest.fixture(scope="module")
 def engine(chat_tokenizer: ModelTokenizer) -> ScriptedEngine:
-    return ScriptedEngine(says(chat_tokenizer.encode("fine", add_special_tokens=False).ids, finish_reason="length"))
+    return ScriptedEngine(
+        says(chat_tokenizer.backend.encode("fine", add_special_tokens=False).ids, finish_reason="length")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +272,10 @@ def test_a_prompt_of_a_megabyte(http: httpx.Client, chat_tokenizer: ModelTokeniz
     content = "It was a dark and stormy night. " * 32_000
     error = error_of(http.post(CHAT, json=message(content=content)))
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-    template = chat_tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
-    num_tokens = len(chat_tokenizer.encode(content, add_special_tokens=False)) + len(template)
+    template = chat_tokenizer.backend.encode(
+        "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+    )
+    num_tokens = len(chat_tokenizer.backend.encode(content, add_special_tokens=False)) + len(template)
     assert str(num_tokens) in error["message"]
     assert str(MAX_MODEL_LEN) in error["message"]
 

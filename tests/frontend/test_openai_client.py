@@ -47,7 +47,7 @@ async def stream(response: bytes | None, *, silence_timeout_s: float = LIVENESS_
 @pytest.fixture(scope="module")
 def url(chat_tokenizer: ModelTokenizer) -> Iterator[str]:
     text = "One two three."
-    ids = chat_tokenizer.encode(text, add_special_tokens=False).ids
+    ids = chat_tokenizer.backend.encode(text, add_special_tokens=False).ids
     with live_app(ScriptedEngine(says(ids, finish_reason="length", num_cached_tokens=3)), chat_tokenizer) as url:
         yield url
 

@@ -65,7 +65,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def engine_is_fresh(served: Served) -> None:
     served.engine.requests.clear()
     served.engine.sources.clear()
-    served.engine.script = says(served.tokenizer.encode("fine", add_special_tokens=False).ids, finish_reason="length")
+    served.engine.script = says(
+        served.tokenizer.backend.encode("fine", add_special_tokens=False).ids, finish_reason="length"
+    )
 
 
 def test_pictures_stand_where_they_were_sent(served: Served) -> None:

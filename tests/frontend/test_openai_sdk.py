@@ -30,7 +30,7 @@ class Served:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0)
 
     def ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.backend.encode(text, add_special_tokens=False).ids
 
     @property
     def eos(self) -> int:

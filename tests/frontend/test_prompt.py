@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Encoding, processors
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from frontend.prompt.cache_salt import cache_salt_spans
 from frontend.prompt.chat import Chat, ChatMessage
 from frontend.prompt.chat_template import ChatTemplate, chat_template_of
 from frontend.prompt.errors import ChatTemplateError, PromptError, PromptTooLongError
+from frontend.prompt.piecewise import PiecewiseTokenizer, SplitText
 from frontend.prompt.processor import ALWAYS_COUNTED_BYTES, PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
 from ipc.messages import ExtraKeySpan
@@ -102,7 +103,7 @@ def test_truncation_left_on_in_a_tokenizer_file_is_switched_off(chat_model_dir: 
     saved = json.loads((tmp_path / "tokenizer.json").read_text())
     saved["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    assert len(load_tokenizer(tmp_path).encode("one two three four", add_special_tokens=False)) > 2
+    assert len(load_tokenizer(tmp_path).backend.encode("one two three four", add_special_tokens=False)) > 2
 
 
 def test_a_directory_without_tokenizer_says_so(tmp_path: Path) -> None:
@@ -128,11 +129,11 @@ async def test_a_hopeless_prompt_is_refused_without_being_tokenized(
 ) -> None:
     tokenized: list[int] = []
 
-    def encode(self: ModelTokenizer, text: str, **_: object) -> Encoding:
+    def split(self: PiecewiseTokenizer, text: str, tenant: str) -> SplitText:
         tokenized.append(len(text))
-        return self.backend.encode("")
+        return SplitText(tenant, [""], [None])
 
-    monkeypatch.setattr(ModelTokenizer, "encode", encode)
+    monkeypatch.setattr(PiecewiseTokenizer, "split", split)
     prompts = PromptProcessor(chat_tokenizer)
     with pytest.raises(PromptTooLongError, match="bytes of text, at least") as caught:
         await prompts.text("é" * ALWAYS_COUNTED_BYTES, max_model_len=1000)
@@ -157,7 +158,7 @@ async def test_a_prompt_nobody_waits_for_any_more_is_not_tokenized(chat_tokenize
         return "text"
 
     template = ChatTemplate(apply, takes_strings=True, takes_parts=False)
-    prompts = PromptProcessor(ModelTokenizer(chat_tokenizer.backend, template))
+    prompts = PromptProcessor(ModelTokenizer(chat_tokenizer.backend, template), num_threads=1)
     first, second, third = (
         asyncio.create_task(prompts.chat(Chat([ChatMessage("user", letter * 50_000)]), max_model_len=100))
         for letter in "abc"

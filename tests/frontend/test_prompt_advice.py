@@ -270,7 +270,7 @@ class Server:
 
     def say(self, answer: str) -> None:
         """From now on, whatever it is asked."""
-        self._runner.say(self._tokenizer.encode(answer, add_special_tokens=False).ids)
+        self._runner.say(self._tokenizer.backend.encode(answer, add_special_tokens=False).ids)
 
     def forget(self) -> None:
         assert self.core.reset_prefix_cache().is_done
