@@ -67,7 +67,9 @@ async def serve(
         new_detokenizer_of_calls=detokenizer_factory(tokenizer.backend, spelled_out=TAGS),
         token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(config.model_names, int(time.time())),
-        metrics=Metrics(client.engines, config.model_names[0], None if pictures is None else pictures.stats),
+        metrics=Metrics(
+            client.engines, config.model_names[0], prompts.tokenization, None if pictures is None else pictures.stats
+        ),
     )
 
     async def end_requests() -> None:

@@ -11,9 +11,10 @@ from frontend.engine_client import EngineClient
 
 from .engines import EngineCollector
 from .families import RequestFamilies
-from .pictures import PictureCollector
+from .own_work import OF_PICTURES, OF_TOKENIZATION, OwnWorkCollector
 
 if TYPE_CHECKING:
+    from frontend.prompt.piecewise import TokenizationStats
     from multimodal import PictureStats
 
 __all__ = ["Metrics"]
@@ -25,19 +26,27 @@ class Metrics:
     Args:
         engines: their order does not matter; the label `engine` is each one's `index`.
         model_name: the label `model_name`.
+        tokenization: how much was tokenized.
         pictures: what was done with pictures; None for models that take none.
 
     Attributes:
         requests: the frontend observes what becomes of its requests here.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], model_name: str, pictures: PictureStats | None = None) -> None:
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        model_name: str,
+        tokenization: TokenizationStats,
+        pictures: PictureStats | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.requests = RequestFamilies(self.registry, model_name, [engine.index for engine in engines])
         self._engines = EngineCollector(engines, model_name)
         self.registry.register(self._engines)
+        self.registry.register(OwnWorkCollector(OF_TOKENIZATION, tokenization, model_name))
         if pictures is not None:
-            self.registry.register(PictureCollector(pictures, model_name))
+            self.registry.register(OwnWorkCollector(OF_PICTURES, pictures, model_name))
         ProcessCollector(registry=self.registry)
 
     async def refresh(self) -> None:

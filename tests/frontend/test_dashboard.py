@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from frontend.engine_calls import EngineSnapshot
 from frontend.metrics import Metrics
+from frontend.prompt.piecewise import TokenizationStats
 from ipc.stats import STEP_TOKENS_BOUNDS, EngineStats
 from multimodal import PictureStats
 from tests.frontend.scripted_engine import ScriptedEngine, says
@@ -43,7 +44,7 @@ class CountingEngine(ScriptedEngine):
 @pytest.fixture
 async def labels_by_sample() -> dict[str, set[str]]:
     """What `/metrics` shows."""
-    metrics = Metrics([CountingEngine(says([]))], "tiny", PictureStats())  # type: ignore[list-item]
+    metrics = Metrics([CountingEngine(says([]))], "tiny", TokenizationStats(), PictureStats())  # type: ignore[list-item]
     await metrics.refresh()
     text = generate_latest(metrics.registry).decode()
     samples = itertools.chain.from_iterable(family.samples for family in text_string_to_metric_families(text))
@@ -88,6 +89,7 @@ def test_what_a_person_watches_is_there(dashboard: dict[str, Any]) -> None:
     for name in (
         "prefix_cache_hits_total",
         "prefix_cache_queries_total",
+        "tokenizer_cache_hits_total",
         "time_to_first_token_seconds_bucket",
         "inter_token_latency_seconds_bucket",
         "generation_tokens_total",

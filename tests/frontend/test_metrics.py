@@ -18,6 +18,7 @@ from frontend.engine_calls import EngineSnapshot
 from frontend.engine_client import EngineClient
 from frontend.metrics import Metrics
 from frontend.metrics.engines import EngineTotals
+from frontend.prompt.piecewise import TokenizationStats
 from ipc.stats import RESIDENCY_BOUNDS_S, STEP_TOKENS_BOUNDS, Durations, EngineStats
 from tests.frontend.http_stack import Scrape, Stack, http_stack
 from tests.frontend.scripted_engine import ScriptedEngine, says
@@ -297,7 +298,7 @@ async def test_an_engine_that_drains_is_still_counted(tmp_path: Path) -> None:
     endpoint = private_endpoint(tmp_path)
     with running_server(endpoint, step_s=0.01) as server:
         client = EngineClient(endpoint)
-        metrics = Metrics([client], "tiny")
+        metrics = Metrics([client], "tiny", TokenizationStats())
         await client.start()
         try:
             await client.wait_ready(20)
@@ -346,7 +347,7 @@ async def test_blocks_that_are_watched_have_families_of_their_own() -> None:
             stats = replace(snapshot(1, 1).stats, block_residency=told, step_tokens=steps)
             return EngineSnapshot(1, stats, {})
 
-    metrics = Metrics([Watching(says([]))], "tiny")  # type: ignore[list-item]
+    metrics = Metrics([Watching(says([]))], "tiny", TokenizationStats())  # type: ignore[list-item]
     await metrics.refresh()
     seen = Scrape(generate_latest(metrics.registry).decode())
     for name in ("kv_block_lifetime", "kv_block_idle_before_evict", "kv_block_reuse_gap"):

@@ -124,6 +124,26 @@ async def test_a_long_prompt_stalls_neither_the_event_loop_nor_short_prompts(cha
     assert max(b - a for a, b in pairwise(times_s)) < (times_s[-1] - times_s[0]) / 2
 
 
+LONG_CHAT = [ChatMessage("user", f"{i}: " + "it was a dark and stormy night, " * 30) for i in range(100)]
+
+
+async def test_a_long_chat_that_goes_on_does_not_wait_behind_long_prompts(chat_tokenizer: ModelTokenizer) -> None:
+    prompts = PromptProcessor(chat_tokenizer)
+    expected = (await prompts.chat(Chat(LONG_CHAT), max_model_len=10**9)).token_ids
+    goes_on = Chat([*LONG_CHAT, ChatMessage("assistant", "It was."), ChatMessage("user", "And then?")])
+    long_prompt = "It was a dark and stormy night; the rain fell in torrents. " * 20_000
+    long_task = asyncio.create_task(prompts.text(long_prompt, max_model_len=10**9))
+    await asyncio.sleep(0.01)
+    ids = (await prompts.chat(goes_on, max_model_len=10**9)).token_ids
+    assert not long_task.done()
+    num_same = len(expected) - len(chat_tokenizer.backend.encode("<|im_start|>assistant\n").ids)
+    assert ids[:num_same] == expected[:num_same]
+    # Another tenant's text is another text: it has all of it to be tokenized, and waits.
+    assert (await prompts.chat(goes_on, max_model_len=10**9, tenant="b")).token_ids == ids
+    assert long_task.done()
+    await long_task
+
+
 async def test_a_hopeless_prompt_is_refused_without_being_tokenized(
     chat_tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from tokenizers import processors
 from frontend.prompt.chat_template import chat_template_of
 from frontend.prompt.processor import ALWAYS_COUNTED_BYTES
 from frontend.prompt.tokenizer import ModelTokenizer, load_tokenizer
+from tests.frontend.http_stack import Scrape
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedEngine, says
 from tests.frontend.templates import TOOL_TEMPLATE, tokenizer_with
@@ -109,6 +110,26 @@ def test_tokens_become_the_text_they_came_from(http: httpx.Client) -> None:
     assert answer(http.post(DETOKENIZE, json={"tokens": []})) == {"prompt": ""}
 
 
+def test_what_was_tokenized_before_is_remembered_for_the_same_salt_only(http: httpx.Client) -> None:
+    def remembered(**fields: Any) -> float:
+        def total() -> float:
+            return Scrape(http.get("/metrics").text)("tokenizer_cache_hits_total")
+
+        before = total()
+        answer(http.post(fields.pop("path", TOKENIZE), json=fields))
+        return total() - before
+
+    turns = [{"role": "user", "content": "The lighthouse keeper. " * 13}, {"role": "assistant", "content": "And?"}]
+    prompt = "".join(f"<|im_start|>{turn['content']}<|im_end|>" for turn in turns)
+    for asked in ({"messages": turns}, {"prompt": prompt}):
+        path = CHAT if "messages" in asked else COMPLETION
+        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}):
+            assert remembered(**asked, **salt) == 0
+            num_tokens = remembered(**asked, **salt)
+            assert num_tokens > 0
+            assert remembered(path=path, max_tokens=1, **asked, **salt) == num_tokens
+
+
 def test_a_prompt_that_is_too_long_is_counted(http: httpx.Client) -> None:
     tokenized = answer(http.post(TOKENIZE, json={"prompt": "one two " * MAX_MODEL_LEN}))
     assert tokenized["count"] == len(tokenized["tokens"]) > MAX_MODEL_LEN == tokenized["max_model_len"]
@@ -149,6 +170,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (TOKENIZE, {"prompt": "x", "chat_template_kwargs": {}}, 400, "chat_template_kwargs", "only allowed with messages"),
     (TOKENIZE, {"prompt": "x", "temperature": 0}, 400, "temperature", "unrecognized"),
     (TOKENIZE, {"messages": []}, 400, "messages", "empty"),
+    (TOKENIZE, {"prompt": "x", "cache_salt": "a/b"}, 400, "cache_salt", "must not contain"),
     (TOKENIZE, {"messages": [{"role": "function", "content": "x"}]}, 400, "messages[0].role", "not supported yet"),
     (DETOKENIZE, {}, 400, "tokens", "missing"),
     (DETOKENIZE, {"tokens": "x"}, 400, "tokens", "got `str`"),

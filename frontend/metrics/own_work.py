@@ -1,21 +1,25 @@
-"""The metric families of pictures: what was done to prepare them, and what was saved."""
+"""The metric families of what the frontend does itself: what was asked of it, and what was saved."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .families import PREFIX
 
-if TYPE_CHECKING:
-    from multimodal import PictureStats
+# family → field of the stats, what it counts
+Counters = Mapping[str, tuple[str, str]]
 
-# family → field of `PictureStats`, what it counts
-_COUNTERS = {
+# Fields of `TokenizationStats`.
+OF_TOKENIZATION: Counters = {
+    "tokenizer_cache_queries": ("num_tokens", "Tokens of the texts that prompts were made of."),
+    "tokenizer_cache_hits": ("num_remembered_tokens", "Tokens of those texts that were remembered."),
+}
+# Fields of `PictureStats`.
+OF_PICTURES: Counters = {
     "mm_cache_queries": ("processor_cache_queries", "Pictures whose prepared form was wanted by an engine."),
     "mm_cache_hits": ("processor_cache_hits", "Pictures whose prepared form was there, or in the making."),
     "mm_processor_calls": ("processor_calls", "Pictures that the model's image processor prepared."),
@@ -26,16 +30,17 @@ _COUNTERS = {
 }
 
 
-class PictureCollector(Collector):
-    """Shows `stats` as they are when they are collected."""
+class OwnWorkCollector(Collector):
+    """Shows the fields of `stats` that `counters` names, as they are when they are collected."""
 
-    def __init__(self, stats: PictureStats, model_name: str) -> None:
+    def __init__(self, counters: Counters, stats: object, model_name: str) -> None:
+        self._counters = counters
         self._stats = stats
         self._model_name = model_name
         self._created_s = time.time()
 
     def collect(self) -> Iterator[Metric]:
-        for name, (field, what) in _COUNTERS.items():
+        for name, (field, what) in self._counters.items():
             family = CounterMetricFamily(PREFIX + name, what, labels=("model_name",))
             family.add_metric((self._model_name,), getattr(self._stats, field), created=self._created_s)
             yield family
