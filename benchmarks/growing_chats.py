@@ -1,8 +1,8 @@
 """What tokenizing a chat costs that grows turn by turn, whole and in pieces: `python -m benchmarks.growing_chats`.
 
-Each turn's prompt is rendered by the model's chat template, which is not timed, and tokenized twice, alternating: as the
-tokenizer does it, and as `PiecewiseTokenizer` does it, which has seen the turns before. In one thread, in ms per turn, the
-median over the turns after the first and the last turn's own; the fastest of all rounds of each turn.
+Each turn's prompt is rendered by the model's chat template, which is not timed, and tokenized twice, alternating: as
+the tokenizer does it, and as `PiecewiseTokenizer` does it, which has seen the turns before. In one thread, in ms, the
+fastest of all rounds for each turn: the median over the turns after the first, and the last turn.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from ipc.codec import Decoder, WireError
 from ipc.curve import FrontendKeys, check_security, why_no_handshake
@@ -55,8 +54,6 @@ _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 0.5
 # An engine that is there and does not want us, or is not wanted, has to be changed by somebody.
 _MAX_RETRY_AFTER_REFUSAL_S = 5.0
-# A flood of outputs must not keep the event loop from its other work.
-_MESSAGES_PER_TURN = 64
 
 
 class _SessionEndedError(Exception):
@@ -127,7 +124,7 @@ class EngineClient:
         self._closing = False
         self._session: EngineSession | None = None
         self._ready = asyncio.Event()
-        self._context: zmq.asyncio.Context | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -154,7 +151,7 @@ class EngineClient:
         """Begin looking for the engine. Returns at once."""
         if self._task is not None:
             raise RuntimeError("the client was started already")
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._task = asyncio.create_task(self._run(), name="engine_client")
 
     async def close(self) -> None:
@@ -251,9 +248,9 @@ class EngineClient:
         try:
             session.send(Hello())
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._watch(session))
+                tasks.create_task(session.monitor_reader.run(lambda frames: self._take_event(session, frames)))
                 tasks.create_task(self._beat(session))
-                tasks.create_task(self._receive(session))
+                tasks.create_task(session.reader.run(lambda frames: self._take(session, frames)))
         finally:
             session.close(flush=self._closing)
 
@@ -275,15 +272,14 @@ class EngineClient:
         self._in_flight.fail_all(EngineUnavailableError(reason))
         self._calls.fail_all(EngineUnavailableError(reason))
 
-    async def _watch(self, session: EngineSession) -> None:
-        while True:
-            event = await recv_monitor_message(session.monitor)
-            if (reason := why_no_handshake(event, self.endpoint, has_keys=self._keys is not None)) is not None:
-                raise _SessionEndedError(reason, telling=True)
-            if event["event"] != zmq.EVENT_MONITOR_STOPPED:
-                for frames in session.receive_waiting():
-                    self._take(session, frames)
-                raise _SessionEndedError("the engine closed the connection")
+    def _take_event(self, session: EngineSession, frames: list[memoryview]) -> None:
+        event = parse_monitor_message([frame.tobytes() for frame in frames])
+        if (reason := why_no_handshake(event, self.endpoint, has_keys=self._keys is not None)) is not None:
+            raise _SessionEndedError(reason, telling=True)
+        if event["event"] != zmq.EVENT_MONITOR_STOPPED:
+            for waiting in session.reader.waiting():
+                self._take(session, waiting)
+            raise _SessionEndedError("the engine closed the connection")
 
     async def _beat(self, session: EngineSession) -> None:
         last_s = time.monotonic()
@@ -302,15 +298,9 @@ class EngineClient:
                 session.send(Heartbeat())
                 self._in_flight.send_aborts()
 
-    async def _receive(self, session: EngineSession) -> None:
-        while True:
-            for _ in range(_MESSAGES_PER_TURN):
-                self._take(session, await session.socket.recv_multipart(copy=False))
-            await asyncio.sleep(0)
-
-    def _take(self, session: EngineSession, frames: list[zmq.Frame]) -> None:
+    def _take(self, session: EngineSession, frames: list[memoryview]) -> None:
         try:
-            epoch, sequence, message = self._decoder.decode([frame.buffer for frame in frames])
+            epoch, sequence, message = self._decoder.decode(frames)
         except WireError as error:
             self.drops.add(error.reason, str(error))
             reason = str(error) if error.reason == "version" else f"the engine sent what cannot be read: {error}"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import zmq
-import zmq.asyncio
 
 from ipc.codec import Buffer, encode
 from ipc.curve import HANDSHAKE_FAILURES, FrontendKeys
@@ -17,42 +13,44 @@ from ipc.messages import FrontendMessage, Goodbye, SupplyFeature
 from ipc.sequence import UNCOUNTED, Verdict, first_sequence, judge
 from ipc.sockets import make_dealer
 
-T = TypeVar("T")
+from .socket_reader import SocketReader
 
 _FLUSH_MS = 200
-
-
-def _now(awaitable: Awaitable[T]) -> T:
-    # With DONTWAIT zmq.asyncio returns a future that is done already. Going around its socket instead would swallow the
-    # edge-triggered events its own receivers wait for.
-    assert isinstance(awaitable, asyncio.Future)
-    return awaitable.result()
 
 
 class EngineSession:
     """One socket to one engine, from connecting to closing.
 
     `hello_sequence` is the number of the first message, `Hello`. `epoch` is 0 until the engine has answered it;
-    `expected` is the number that its next message must have then.
+    `expected` is the number that its next message must have then. `reader` hands on what the engine sends,
+    `monitor_reader` what ZMQ says of the connection.
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, endpoint: str, name: str, *, keys: FrontendKeys | None, insecure: bool
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        name: str,
+        *,
+        keys: FrontendKeys | None,
+        insecure: bool,
     ) -> None:
         """Raises zmq.ZMQError (for instance when there are too many open files), and leaves nothing open then."""
-        self.socket: zmq.asyncio.Socket = make_dealer(context, endpoint, name=name, keys=keys, insecure=insecure)
+        self._socket = make_dealer(context, endpoint, name=name, keys=keys, insecure=insecure)
         try:
-            self.monitor = self.socket.get_monitor_socket(
+            self._monitor = self._socket.get_monitor_socket(
                 zmq.EVENT_DISCONNECTED
                 | zmq.EVENT_CLOSED
                 | zmq.EVENT_CLOSE_FAILED
                 | zmq.EVENT_CONNECT_RETRIED
                 | HANDSHAKE_FAILURES
             )
-            self.socket.connect(endpoint)
+            self._socket.connect(endpoint)
         except BaseException:
-            self.socket.close(linger=0)
+            self._socket.close(linger=0)
             raise
+        self.reader = SocketReader(self._socket)
+        self.monitor_reader = SocketReader(self._monitor)
         self.epoch = 0
         self.expected = 0
         self.hello_sequence = self._next_sequence = first_sequence()
@@ -71,9 +69,11 @@ class EngineSession:
 
     def _send_frames(self, frames: Sequence[Buffer | zmq.Frame], sequence: int) -> bool:
         try:
-            _now(self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False))
+            self._socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return False
+        finally:
+            self.reader.look()
         if sequence != UNCOUNTED:
             self._next_sequence += 1
         return True
@@ -85,14 +85,8 @@ class EngineSession:
             self.expected += 1
         return verdict
 
-    def receive_waiting(self) -> Iterator[list[zmq.Frame]]:
-        """What lies in the socket already."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                yield _now(self.socket.recv_multipart(zmq.DONTWAIT, copy=False))
-
     def close(self, *, flush: bool) -> None:
         """`flush`: what was sent last may still leave."""
-        self.socket.disable_monitor()
-        self.monitor.close()
-        self.socket.close(linger=_FLUSH_MS if flush and self.epoch else 0)
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger=_FLUSH_MS if flush and self.epoch else 0)

@@ -470,12 +470,12 @@ async def test_a_client_without_file_descriptors_goes_on_trying(
     process = engine_process()
     await client.wait_ready(20)
     stream = client.submit(request("r", [1], 50_000))
-    made: list[zmq.asyncio.Socket] = []
+    made: list[zmq.Socket[bytes]] = []
 
     def too_many_open_files(*_: object, **__: object) -> None:
         raise zmq.ZMQError(errno.EMFILE)
 
-    def half_made_dealer(*args: Any, **options: Any) -> zmq.asyncio.Socket:
+    def half_made_dealer(*args: Any, **options: Any) -> zmq.Socket[bytes]:
         made.append(make_dealer(*args, **options))
         made[-1].get_monitor_socket = too_many_open_files
         return made[-1]
