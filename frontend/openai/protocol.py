@@ -321,7 +321,8 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: ChatTemplateKwargs = UNSET
     mm_processor_kwargs: MmProcessorKwargs = UNSET
     cache_salt: Annotated[
-        str | None, Meta(description="As in the request to come: what is kept of pictures is kept for its salt.")
+        str | None,
+        Meta(description="As in the request to come: what is kept of texts and pictures is kept for its salt."),
     ] = None
     add_special_tokens: Annotated[
         bool | None,

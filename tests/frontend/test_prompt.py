@@ -117,7 +117,7 @@ async def test_a_long_prompt_stalls_neither_the_event_loop_nor_short_prompts(cha
     long_task = asyncio.create_task(prompts.text(long_prompt, max_model_len=10**9))
     times_s = [time.perf_counter()]
     while not long_task.done():
-        await prompts.text("short", max_model_len=100)
+        await prompts.text("short " * 400, max_model_len=10**9)
         times_s.append(time.perf_counter())
     await long_task
     # Standing in line behind the long prompt, or for the interpreter lock, makes one gap of nearly the whole time.
