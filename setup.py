@@ -29,5 +29,4 @@ setup(
         for element_type, element in ELEMENT_TYPES.items()
         if ON_X86 or not instructions
     ]
-    + [Extension("kernels._attention", ["kernels/attention.c"], extra_compile_args=["-O3", "-fopenmp"], optional=True)]
 )

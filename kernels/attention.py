@@ -1,118 +1,107 @@
-"""Attention in bfloat16 over a paged cache on CPUs with AVX512-BF16: `attention.c`.
+"""Attention over a paged cache on CPUs: `cpu/attention.c`, in bfloat16 and float32.
 
-It reads keys and values where they lie, whatever their slots, and writes no scores out. Where it was not compiled it is
+It reads keys and values where they lie, by block table, and writes no scores out. Where it was not compiled it is
 missing (`is_available`, `compiled.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
-from collections.abc import Callable
 
 import torch
 
+from .attention_batch import AttentionBatch, CAttentionBatch
+from .compiled import library
 
-# As in attention.c.
-_PANEL = 32
-_MAX_HEAD_DIM = 256
-_NO_WINDOW = 1 << 62
+# As in cpu/attention.h.
+_MAX_HEAD_DIM = 512
 
 
-class _Attention(ctypes.Structure):
+class CAttention(ctypes.Structure):
+    """`Attention` of cpu/attention.h."""
+
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("output", "query", "keys", "values", "key_slots", "key_counts")),
+        ("batch", ctypes.POINTER(CAttentionBatch)),
+        ("query", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *(
             (name, ctypes.c_int64)
-            for name in (
-                *("query_token_stride", "query_head_stride"),
-                *("key_slot_stride", "key_head_stride", "value_slot_stride", "value_head_stride"),
-                *("num_requests", "num_queries", "num_keys", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
-                "window",
-            )
+            for name in ("key_slot_stride", "key_head_stride", "value_slot_stride", "value_head_stride")
         ),
+        ("output", ctypes.c_void_p),
         ("scaling", ctypes.c_float),
-        ("query_ends", ctypes.c_void_p),
+        ("softcap", ctypes.c_float),
+        ("sinks", ctypes.c_void_p),
     )
 
 
-def is_available() -> bool:
-    """Whether the library was built and this CPU computes in it."""
-    return _compiled() is not None
+def is_available(dtype: torch.dtype) -> bool:
+    """Whether there is a library for this CPU that computes in `dtype`."""
+    return library(dtype) is not None
 
 
-def takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+def takes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
     """Whether `attention` is available and computes with tensors like these."""
+    tensors, caches = (query, key_cache, value_cache), (key_cache, value_cache)
     return (
-        all(x.dtype is torch.bfloat16 and x.is_cpu and x.stride(-1) == 1 for x in (query, keys, values))
-        and all(x.shape[-1] % _PANEL == 0 and x.shape[-1] <= _MAX_HEAD_DIM for x in (keys, values))
-        and is_available()
+        all(x.dtype is query.dtype and x.is_cpu and x.stride(-1) == 1 and x.shape[-1] <= _MAX_HEAD_DIM for x in tensors)
+        and all(cache.stride(0) == cache.shape[1] * cache.stride(1) for cache in caches)
+        and is_available(query.dtype)
     )
 
 
 def attention(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_slots: torch.Tensor,
-    key_counts: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: AttentionBatch,
     *,
     scaling: float,
-    sliding_window: int | None = None,
-    query_ends: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each request's last tokens over its keys up to their own, or the last `sliding_window` of these.
+    """What `paged_attention.paged_attention` says, for a step and window that `batch` was planned for.
 
-    Args:
-        query: `[num_requests * num_queries, num_heads, head_dim]`.
-        keys: `[num_slots, num_kv_heads, head_dim]`; `values` may have another `head_dim`.
-        key_slots: `[num_requests, num_keys]` int64, contiguous, where each request's keys are; unchecked.
-        key_counts: `[num_requests]` int64, contiguous: the request's own keys, at least `num_queries`; the others of
-            its `key_slots` are not read.
-        query_ends: `[len(query)]` int64, contiguous: each query sees keys ahead of its own, too, all before this place
-            in its request's `key_slots`; never decreasing within a request, at most its `key_counts`; unchecked.
-
-    Sums are in float32, weights are rounded to bfloat16. Returns `[len(query), num_heads, value_head_dim]`. Runs in
-    torch's intra-op threads; gradients are not recorded.
+    Sums and softmax are in float32; in bfloat16, weights are rounded before they meet the values. What a token gets
+    depends on which others are in the step only by the order in which it is added up. Runs in torch's intra-op threads;
+    gradients are not recorded.
 
     Raises:
-        ValueError: `takes` would have said no, or what should be contiguous is not.
+        ValueError: `takes` would have said no, or the step was planned for other tensors.
     """
-    compute = _compiled()
-    if compute is None or not takes(query, keys, values):
+    if not takes(query, key_cache, value_cache):
         raise ValueError("the attention kernel was not built for this CPU or does not take such tensors")
-    if not all(x is None or x.is_contiguous() for x in (key_slots, key_counts, query_ends)):
-        raise ValueError("the attention kernel takes contiguous slots, counts and ends only")
-    num_tokens, num_heads, head_dim = query.shape
-    num_requests, num_keys = key_slots.shape
-    output = query.new_empty(num_tokens, num_heads, values.shape[-1])
-    compute(
-        _Attention(
-            *(x.data_ptr() for x in (output, query, keys, values, key_slots, key_counts)),
-            *query.stride()[:2],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            *(num_requests, num_tokens // num_requests, num_keys, num_heads, keys.shape[1], head_dim, values.shape[-1]),
-            _NO_WINDOW if sliding_window is None else sliding_window,
-            scaling,
-            None if query_ends is None else query_ends.data_ptr(),
+    heads, planned = batch.heads, batch.on_c_side
+    if (*query.shape, *key_cache.shape[1:], value_cache.shape[-1]) != (
+        *(planned.num_tokens, heads.num_heads, heads.head_dim, planned.block_size, heads.num_kv_heads),
+        *(heads.head_dim, heads.value_dim),
+    ) or query.dtype is not heads.dtype:
+        raise ValueError(
+            f"the step was planned for {planned.num_tokens} tokens in blocks of {planned.block_size} and {heads}, got"
+            f" queries {list(query.shape)}, keys {list(key_cache.shape)} and values {list(value_cache.shape)}"
+        )
+    output = query.new_empty(*query.shape[:2], heads.value_dim)
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    found = library(heads.dtype)
+    assert found is not None
+    found.attention(
+        ctypes.byref(
+            CAttention(
+                ctypes.pointer(planned),
+                query.data_ptr(),
+                *query.stride()[:2],
+                key_cache.data_ptr(),
+                value_cache.data_ptr(),
+                *key_cache.stride()[1:3],
+                *value_cache.stride()[1:3],
+                output.data_ptr(),
+                scaling,
+                softcap or 0.0,
+                None if sinks is None else sinks.data_ptr(),
+            )
         ),
         torch.get_num_threads(),
     )
     return output
-
-
-@functools.cache
-def _compiled() -> Callable[..., None] | None:
-    """`attention_bf16` of `attention.c`, or None where it was not built, does not load or is not for this CPU."""
-    spec = importlib.util.find_spec(f"{__package__}._attention")
-    if spec is None or spec.origin is None:
-        return None
-    library = ctypes.CDLL(spec.origin)
-    if not library.attention_bf16_is_supported():
-        return None
-    compute = library.attention_bf16
-    compute.argtypes = [ctypes.POINTER(_Attention), ctypes.c_int]
-    compute.restype = None
-    return compute

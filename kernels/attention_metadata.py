@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from .attention_batch import AttentionBatch, plan_batch
 from .attention_plan import plan_attention
 from .attention_tiles import LayerHeads
 from .device_batch import DeviceBatch, DevicePlan, Upload, batch_to_device, plan_limits, plan_to_device
@@ -114,6 +115,9 @@ class AttentionMetadata:
     _tiles: dict[int | None, list[AttentionTile]] = field(init=False, default_factory=dict, repr=False)
     _on_device: DeviceBatch | None = field(init=False, default=None, repr=False)
     _plans: dict[tuple[LayerHeads, int | None], DevicePlan] = field(init=False, default_factory=dict, repr=False)
+    _cpu_batches: dict[tuple[LayerHeads, int | None], AttentionBatch] = field(
+        init=False, default_factory=dict, repr=False
+    )
 
     def __post_init__(self) -> None:
         self.slots = SlotMapping(self._to_device(self.slot_mapping))
@@ -160,6 +164,18 @@ class AttentionMetadata:
             )
             self._plans[key] = plan_to_device(plan, self._upload)
         return self._plans[key]
+
+    def cpu_batch(self, heads: LayerHeads, sliding_window: int | None) -> AttentionBatch:
+        """The same for the kernel in C, and for as many threads as torch has."""
+        key = heads, sliding_window
+        if key not in self._cpu_batches:
+            self._cpu_batches[key] = plan_batch(
+                *(self.query_start_loc, self.seq_lens, self.block_tables, self.block_size, heads),
+                sliding_window=sliding_window,
+                visible_to=self.visible_to,
+                num_threads=torch.get_num_threads(),
+            )
+        return self._cpu_batches[key]
 
     def tiles(self, sliding_window: int | None) -> list[AttentionTile]:
         """Tiles that cover the batch for layers that see `sliding_window` tokens back, the token itself included."""

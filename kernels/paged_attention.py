@@ -1,8 +1,7 @@
 """Attention that reads K/V through block tables: prefill chunks and decodes in one flattened batch.
 
-Triton kernels compute it on a GPU (`tiled_attention`). Else it is plain torch, the same on CPU and CUDA; what
-`attention.py` takes is computed there. A layer's cache is
-`[num_blocks, block_size, num_kv_heads, head_dim]`, keys and values apart. The idea of the block table is vLLM's (Kwon
+Triton kernels compute it on a GPU (`tiled_attention`), C on a CPU (`attention`). Where neither is there it is plain
+torch, the same on CPU and CUDA. A layer's cache is `[num_blocks, block_size, num_kv_heads, head_dim]`, keys and values apart. The idea of the block table is vLLM's (Kwon
 et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023).
 """
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 
 from . import attention as kernel
 from .attention_metadata import AttentionMetadata, AttentionTile
+from .attention_tiles import LayerHeads
 from .dispatch import uses_triton
 from .tiled_attention import tiled_attention
 
@@ -50,21 +50,13 @@ def paged_attention(
             softcap=softcap,
             sinks=sinks,
         )
+    if kernel.takes(query, key_cache, value_cache):
+        heads = LayerHeads(*query.shape[1:2], *key_cache.shape[2:], value_cache.shape[-1], query.dtype)
+        batch = metadata.cpu_batch(heads, sliding_window)
+        return kernel.attention(query, key_cache, value_cache, batch, scaling=scaling, softcap=softcap, sinks=sinks)
     flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
-    in_kernel = softcap is None and sinks is None and kernel.takes(query, flat_keys, flat_values)
 
     def attend(tile: AttentionTile) -> torch.Tensor:
-        if in_kernel:
-            return kernel.attention(
-                query[tile.rows],
-                flat_keys,
-                flat_values,
-                tile.key_slots,
-                tile.key_counts,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                query_ends=tile.query_ends,
-            )
         # [num_requests, num_kv_heads, num_keys, head_dim]
         keys = _gather(flat_keys, tile)
         values = _gather(flat_values, tile)

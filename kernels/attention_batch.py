@@ -1,0 +1,142 @@
+"""A step's attention on CPUs, planned once for all layers with such heads and window: `cpu/attention_plan.c`.
+
+Which requests share a prefix is found out here (`shared_prefixes`), everything else there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .attention_tiles import LayerHeads
+from .compiled import library
+from .shared_prefixes import ReadingCosts, shared_prefixes
+
+NO_WINDOW = 1 << 62
+
+# As in cpu/attention.h.
+_TASK_FIELDS = 11
+_MAX_ROWS = 144
+_PANEL = 32
+_PART_FLOATS_BESIDE_SUMS = 16
+# What is read of memory while two tasks are begun and their parts put together, and by how many queries of a shared
+# prefix at once a thread computes as long as it reads.
+_OVERHEAD_BYTES = 1 << 17
+
+_INPUTS = ("query_start_loc", "seq_lens", "block_tables", "visible_to", "prefix_of", "prefix_lens")
+_SIZES = (
+    *("num_requests", "num_tokens", "num_prefixes", "table_stride", "block_size", "window"),
+    *("num_heads", "num_kv_heads", "head_dim", "value_dim", "num_threads"),
+)
+_PER_TOKEN = ("first_seen", "end_seen", "own_parts", "prefix_parts", "part_counts", "listed", "merged")
+_RESULTS = ("num_listed", "num_merged", "num_parts", "work")
+
+
+class CAttentionBatch(ctypes.Structure):
+    """`AttentionBatch` of cpu/attention.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _INPUTS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("tasks", ctypes.c_void_p),
+        ("max_tasks", ctypes.c_int64),
+        ("num_tasks", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in _PER_TOKEN),
+        *((name, ctypes.c_int64) for name in _RESULTS),
+        ("parts", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """A plan. `on_c_side` is what kernels are given; it lives as long as this."""
+
+    heads: LayerHeads
+    on_c_side: CAttentionBatch
+    arrays: tuple[np.ndarray | torch.Tensor | None, ...]
+
+
+def plan_batch(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_tables: np.ndarray,
+    block_size: int,
+    heads: LayerHeads,
+    *,
+    sliding_window: int | None = None,
+    visible_to: np.ndarray | None = None,
+    num_threads: int,
+) -> AttentionBatch:
+    """The arrays are those of `AttentionMetadata`. `num_threads` are to be kept busy; any number may compute it.
+
+    Raises:
+        RuntimeError: there is no library for `heads.dtype`.
+    """
+    found = library(heads.dtype)
+    if found is None:
+        raise RuntimeError(f"there is no attention kernel for {heads.dtype} on this CPU")
+    num_requests, num_tokens = len(seq_lens), int(query_start_loc[-1])
+    prefix_of, prefix_lens = _prefixes(query_start_loc, seq_lens, block_tables, block_size, heads, sliding_window)
+    inputs = tuple(
+        None if array is None else np.ascontiguousarray(array, dtype=np.int64)
+        for array in (query_start_loc, seq_lens, block_tables, visible_to, prefix_of, prefix_lens)
+    )
+    per_token = np.empty((len(_PER_TOKEN), num_tokens), dtype=np.int64)
+    batch = CAttentionBatch(
+        *(None if array is None else array.ctypes.data for array in inputs),
+        *(num_requests, num_tokens, 0 if prefix_lens is None else len(prefix_lens), block_tables.shape[1], block_size),
+        NO_WINDOW if sliding_window is None else sliding_window,
+        *(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim, num_threads),
+        *(None, 0, 0),
+        *range(per_token.ctypes.data, per_token.ctypes.data + per_token.nbytes, 8 * num_tokens),
+    )
+    needed = 32 + 16 * num_threads + num_requests
+    while batch.max_tasks < needed:
+        tasks = np.empty((needed, _TASK_FIELDS), dtype=np.int64)
+        batch.tasks, batch.max_tasks = tasks.ctypes.data, needed
+        needed = found.plan_attention(ctypes.byref(batch))
+    parts = None
+    if batch.num_parts:
+        part_floats = -(-heads.value_dim // _PANEL) * _PANEL + _PART_FLOATS_BESIDE_SUMS
+        parts = torch.empty(batch.num_parts * heads.num_heads * part_floats)
+        batch.parts = parts.data_ptr()
+    return AttentionBatch(heads, batch, (*inputs, per_token, tasks, parts))
+
+
+def _prefixes(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_tables: np.ndarray,
+    block_size: int,
+    heads: LayerHeads,
+    sliding_window: int | None,
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """`[num_requests]`, which prefix each reads together with others, −1 for none, and the prefixes' lengths; None
+    where nobody does.
+    """
+    num_requests = len(seq_lens)
+    if num_requests < 2:
+        return None, None
+    task_tokens = max(1, _MAX_ROWS // heads.group_size)
+    query_lens = np.diff(query_start_loc)
+    prefixes = shared_prefixes(
+        *(block_tables, seq_lens, query_lens, block_size),
+        costs=ReadingCosts(
+            kv_bytes=heads.kv_bytes,
+            # A part for the prefix and one for the rest, in float32, written and read.
+            part_bytes=2 * 2 * heads.num_heads * (heads.value_dim + _PART_FLOATS_BESIDE_SUMS) * 4,
+            tile_queries=task_tokens,
+            overhead_bytes=_OVERHEAD_BYTES,
+        ),
+        num_tiles=-(-query_lens // task_tokens),
+        sliding_window=sliding_window,
+    )
+    if not prefixes:
+        return None, None
+    prefix_of = np.full(num_requests, -1, dtype=np.int64)
+    for index, prefix in enumerate(prefixes):
+        prefix_of[prefix.requests] = index
+    return prefix_of, np.array([prefix.num_tokens for prefix in prefixes], dtype=np.int64)

@@ -1,0 +1,273 @@
+/* The queries of all heads that share a KV head are rows of one matrix. A task takes some of them through its keys, a
+ * block at a time: the block is packed into panels, and every group of rows meets it while it is in the nearest caches.
+ * Scores, the running maximum, sum and output are float32; weights are rounded to the element type before they meet the
+ * values. The idea of the running softmax is FlashAttention's (Dao et al., 2022).
+ */
+
+#include "attention.h"
+
+#include <float.h>
+
+#include "pack_keys.h"
+#include "panel.h"
+
+enum { ALL_HEADS_BYTES = 1 << 17 /* of keys and values of a block, where a task takes several KV heads */ };
+static const int64_t MIN_PARALLEL_WORK = 1 << 19; /* products: about what starting the threads takes */
+static const float LOG2_E = 1.44269504f;
+
+/* What a thread needs for a task. Rows of one KV head lie one behind the other, then those of the next. */
+typedef struct {
+    _Alignas(64) char keys[BLOCK_BYTES];
+    char values[BLOCK_BYTES];
+    char queries[QUERY_BYTES];
+    float sums[MAX_SUMS]; /* of the values, weighted */
+    float scores[GROUP_ROWS * MAX_BLOCK_KEYS];
+    element weights[GROUP_ROWS * MAX_BLOCK_KEYS];
+    float largest[MAX_ROWS], total[MAX_ROWS]; /* score, in powers of two, and sum of weights */
+    int64_t slots[2][MAX_BLOCK_KEYS];         /* of a block's keys and of the next one's */
+    /* Of a KV head's rows: whose they are, and which keys they see. */
+    int64_t token[MAX_ROWS], first_seen[MAX_ROWS], end_seen[MAX_ROWS];
+} Scratch;
+
+INLINE int64_t head_rows(const AttentionTask *t) { return t->tokens * (t->member_end - t->member_begin); }
+
+/* The head of a row of a KV head's. */
+INLINE int64_t head_of(const AttentionBatch *b, const AttentionTask *t, int64_t kv_head, int64_t row) {
+    return kv_head * (b->num_heads / b->num_kv_heads) + t->member_begin + row % (t->member_end - t->member_begin);
+}
+
+INLINE float *part_of(const AttentionBatch *b, int64_t part, int64_t head) {
+    return b->parts + (part * b->num_heads + head) * part_floats(b->value_dim);
+}
+
+/* c · tanh(x / c) */
+INLINE vector softened(vector x, float c) {
+    const vector y = x / c;
+    /* Where a difference of exponentials would be rounded away, a polynomial. */
+    const vector square = y * y;
+    vector near = spread(-5.7049887e-3f);
+    near = near * square + 2.0639088e-2f;
+    near = near * square - 5.3739716e-2f;
+    near = near * square + 1.3331442e-1f;
+    near = near * square - 3.3333282e-1f;
+    near = y + y * square * near;
+    const vector far = 1.0f - 2.0f / (exponential(y + y) + 1.0f);
+    return c * choose(square < 0.36f, near, far);
+}
+
+/* Weights of one row from its scores of `num_keys` keys, a multiple of 32, of which it sees those from `first` to
+ * `end`. The scores are scaled and masked in place: contracted into the subtraction of their maximum, the largest one's
+ * scaling would be rounded in another way than the maximum's. Returns the factor that brings earlier sums to the new
+ * maximum. */
+INLINE float weigh(element *weights, float *scores, int64_t num_keys, int64_t first, int64_t end, float scaling,
+                   float softcap, float *largest, float *total) {
+    integers lane;
+    for (int i = 0; i < LANES; i++)
+        lane[i] = i;
+    const int32_t from = (int32_t)larger(first, 0), to = (int32_t)end;
+    const vector nothing = spread(-INFINITY);
+    vector most = nothing;
+    for (int32_t key = 0; key < num_keys; key += LANES) {
+        vector score = load_floats(scores + key);
+        score = softcap > 0 ? softened(score * scaling, softcap) * LOG2_E : score * (scaling * LOG2_E);
+        if (key < from || key + LANES > to)
+            score = choose((lane + key >= from) & (lane + key < to), score, nothing);
+        store_floats(scores + key, score);
+        most = larger_of(most, score);
+    }
+    const float before = *largest, now = fmaxf(before, largest_of(most));
+    vector sum = {};
+    for (int64_t key = 0; key < num_keys; key += LANES) {
+        const vector weight = power_of_two(load_floats(scores + key) - now);
+        sum = sum + weight;
+        store(weights + key, weight);
+    }
+    const float factor = power_of_two(spread(before - now))[0];
+    *largest = now;
+    *total = *total * factor + sum_of(sum);
+    return factor;
+}
+
+static void score_panel(float *scores, const element *queries, int64_t elements_, const char *panel, int64_t rows) {
+    multiply_group(scores, MAX_BLOCK_KEYS, NULL, NULL, queries, elements_, panel, elements_, rows, (Fetching){0});
+}
+
+static void add_values(float *sums, int64_t stride, const float *factors, const element *weights, const char *panel,
+                       int64_t keys, int64_t rows) {
+    multiply_group(sums, stride, factors, NULL, weights, MAX_BLOCK_KEYS, panel, keys, rows, (Fetching){0});
+}
+
+/* What rows from `first_row` on, those of one KV head, add up of the keys from `begin` to `end`, which are packed. */
+static void meet(const Attention *a, const AttentionTask *t, Scratch *s, int64_t first_row, int64_t begin, int64_t end,
+                 int64_t values_panel_bytes) {
+    const AttentionBatch *b = a->batch;
+    const int64_t query_stride = query_elements(b->head_dim), sums_stride = sum_floats(b->value_dim);
+    const int64_t keys_panel_bytes = query_stride / INPUTS_PER_STEP * STEP_BYTES;
+    const int64_t num_rows = head_rows(t), groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
+    for (int64_t group = 0; group < groups; group++) {
+        const int64_t row = group * num_rows / groups, rows = (group + 1) * num_rows / groups - row;
+        int64_t seen_from = end, seen_end = begin;
+        for (int64_t r = row; r < row + rows; r++) {
+            seen_from = smaller(seen_from, s->first_seen[r]);
+            seen_end = larger(seen_end, s->end_seen[r]);
+        }
+        seen_end = smaller(seen_end, end);
+        if (seen_end <= begin || seen_from >= end)
+            continue;
+        const int64_t num_keys = rounded_up(seen_end - begin, PANEL_KEYS), at = first_row + row;
+        const element *queries = (const element *)s->queries + at * query_stride;
+        for (int64_t key = 0; key < num_keys; key += PANEL_KEYS)
+            score_panel(s->scores + key, queries, query_stride, s->keys + key / PANEL_KEYS * keys_panel_bytes, rows);
+        float factors[GROUP_ROWS];
+        for (int64_t r = 0; r < rows; r++)
+            factors[r] = weigh(s->weights + r * MAX_BLOCK_KEYS, s->scores + r * MAX_BLOCK_KEYS, num_keys,
+                               s->first_seen[row + r] - begin, smaller(end, s->end_seen[row + r]) - begin, a->scaling,
+                               a->softcap, &s->largest[at + r], &s->total[at + r]);
+        for (int64_t dim = 0; dim < b->value_dim; dim += PANEL)
+            add_values(s->sums + at * sums_stride + dim, sums_stride, factors, s->weights,
+                       s->values + dim / PANEL * values_panel_bytes, seen_end - begin, rows);
+    }
+}
+
+static void begin_rows(const Attention *a, const AttentionTask *t, Scratch *s) {
+    const AttentionBatch *b = a->batch;
+    const int64_t members = t->member_end - t->member_begin, rows = head_rows(t), stride = query_elements(b->head_dim);
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t place = t->first + row / members, token = t->is_listed ? b->listed[place] : place;
+        s->token[row] = token;
+        s->first_seen[row] = larger(t->key_begin, b->first_seen[token]);
+        s->end_seen[row] = smaller(t->key_end, b->end_seen[token]);
+    }
+    const int64_t all_rows = rows * (t->kv_end - t->kv_begin);
+    for (int64_t row = 0; row < all_rows; row++) {
+        const int64_t head = head_of(b, t, t->kv_begin + row / rows, row % rows);
+        element *to = (element *)s->queries + row * stride;
+        to[stride - 1] = 0;
+        memcpy(to, a->query + s->token[row % rows] * a->query_token_stride + head * a->query_head_stride,
+               b->head_dim * sizeof(element));
+        s->largest[row] = -FLT_MAX; /* finite: what it is subtracted from may be minus infinity */
+        s->total[row] = 0;
+    }
+    memset(s->sums, 0, all_rows * sum_floats(b->value_dim) * sizeof(float));
+}
+
+static void find_slots(int64_t *slots, const AttentionBatch *b, int64_t request, int64_t begin, int64_t end) {
+    const int64_t *block = b->block_tables + request * b->table_stride + begin / b->block_size;
+    for (int64_t offset = begin % b->block_size; begin < end; offset = 0, block++) {
+        const int64_t count = smaller(end - begin, b->block_size - offset), slot = *block * b->block_size + offset;
+        for (int64_t i = 0; i < count; i++)
+            *slots++ = slot + i;
+        begin += count;
+    }
+}
+
+/* How many keys make a block. */
+static int64_t block_keys(const AttentionBatch *b, const AttentionTask *t) {
+    const int64_t kv_heads = t->kv_end - t->kv_begin;
+    const int64_t widest = larger(query_elements(b->head_dim), sum_floats(b->value_dim)) * (int64_t)sizeof(element);
+    const int64_t all = ALL_HEADS_BYTES / (kv_heads * (b->head_dim + b->value_dim) * (int64_t)sizeof(element));
+    const int64_t keys = smaller(MAX_BLOCK_KEYS, smaller(BLOCK_BYTES / widest, kv_heads > 1 ? all : MAX_BLOCK_KEYS));
+    return larger(PANEL_KEYS, keys / PANEL_KEYS * PANEL_KEYS);
+}
+
+static void go_through_keys(const Attention *a, const AttentionTask *t, Scratch *s) {
+    const AttentionBatch *b = a->batch;
+    const int64_t step = block_keys(b, t), values_panel_bytes = step / INPUTS_PER_STEP * STEP_BYTES;
+    int parity = 0;
+    find_slots(s->slots[0], b, t->request, t->key_begin, smaller(t->key_end, t->key_begin + step));
+    for (int64_t begin = t->key_begin; begin < t->key_end; begin += step, parity = !parity) {
+        const int64_t end = smaller(t->key_end, begin + step), next_end = smaller(t->key_end, end + step);
+        find_slots(s->slots[!parity], b, t->request, end, next_end);
+        for (int64_t kv_head = t->kv_begin; kv_head < t->kv_end; kv_head++) {
+            const int is_last = kv_head + 1 == t->kv_end;
+            const int64_t next_head = is_last ? t->kv_begin : kv_head + 1;
+            const int64_t *slots = s->slots[parity], *next_slots = s->slots[is_last ? !parity : parity];
+            const int64_t count = end - begin, next_count = is_last ? next_end - end : count;
+            pack_keys(s->keys, &(Slots){a->keys + kv_head * a->key_head_stride, a->key_slot_stride, slots, count},
+                      b->head_dim,
+                      &(Slots){a->keys + next_head * a->key_head_stride, a->key_slot_stride, next_slots, next_count});
+            pack_values(
+                s->values, values_panel_bytes,
+                &(Slots){a->values + kv_head * a->value_head_stride, a->value_slot_stride, slots, count}, b->value_dim,
+                &(Slots){a->values + next_head * a->value_head_stride, a->value_slot_stride, next_slots, next_count});
+            meet(a, t, s, (kv_head - t->kv_begin) * head_rows(t), begin, end, values_panel_bytes);
+        }
+    }
+}
+
+/* The output of a token's head from its sums; a sink is one more weight, of nothing. */
+INLINE void finish(const Attention *a, int64_t token, int64_t head, const float *sums, float largest, float total) {
+    const int64_t dim = a->batch->value_dim;
+    float factor = 1;
+    if (a->sinks) {
+        const float sink = a->sinks[head] * LOG2_E, now = fmaxf(largest, sink);
+        factor = power_of_two(spread(largest - now))[0];
+        total = total * factor + power_of_two(spread(sink - now))[0];
+    }
+    element *output = a->output + (token * a->batch->num_heads + head) * dim;
+    for (int64_t d = 0; d < dim; d += LANES)
+        store_some(output + d, load_floats(sums + d) * factor / total, dim - d);
+}
+
+static void end_rows(const Attention *a, const AttentionTask *t, const Scratch *s) {
+    const AttentionBatch *b = a->batch;
+    const int64_t rows = head_rows(t), all_rows = rows * (t->kv_end - t->kv_begin), stride = sum_floats(b->value_dim);
+    const int64_t *first_parts = t->is_listed ? b->prefix_parts : b->own_parts;
+    for (int64_t row = 0; row < all_rows; row++) {
+        const int64_t token = s->token[row % rows], head = head_of(b, t, t->kv_begin + row / rows, row % rows);
+        const float *sums = s->sums + row * stride;
+        if (t->part < 0) {
+            finish(a, token, head, sums, s->largest[row], s->total[row]);
+        } else {
+            float *part = part_of(b, first_parts[token] + t->part, head);
+            memcpy(part, sums, stride * sizeof(float));
+            part[stride] = s->largest[row];
+            part[stride + 1] = s->total[row];
+        }
+    }
+}
+
+static void merge_parts(const Attention *a, int64_t token) {
+    const AttentionBatch *b = a->batch;
+    const int64_t first = b->own_parts[token], end = first + b->part_counts[token], stride = sum_floats(b->value_dim);
+    _Alignas(64) float sums[MAX_SUM_FLOATS];
+    for (int64_t head = 0; head < b->num_heads; head++) {
+        float largest = -FLT_MAX, total = 0;
+        for (int64_t part = first; part < end; part++)
+            largest = fmaxf(largest, part_of(b, part, head)[stride]);
+        memset(sums, 0, stride * sizeof(float));
+        for (int64_t part = first; part < end; part++) {
+            const float *other = part_of(b, part, head);
+            const float factor = power_of_two(spread(other[stride] - largest))[0];
+            total += other[stride + 1] * factor;
+            for (int64_t d = 0; d < stride; d += LANES)
+                store_floats(sums + d, load_floats(sums + d) + load_floats(other + d) * factor);
+        }
+        finish(a, token, head, sums, largest, total);
+    }
+}
+
+void attend(Worker *w, const Attention *a) {
+    const AttentionBatch *b = a->batch;
+    Scratch s;
+    Tasks tasks = tasks_of(w, b->num_tasks);
+    for (int64_t task; (task = next_task(&tasks)) >= 0;) {
+        begin_rows(a, &b->tasks[task], &s);
+        go_through_keys(a, &b->tasks[task], &s);
+        end_rows(a, &b->tasks[task], &s);
+    }
+    end_phase(w);
+    if (b->num_merged == 0)
+        return;
+    Tasks merges = tasks_of(w, b->num_merged);
+    for (int64_t task; (task = next_task(&merges)) >= 0;)
+        merge_parts(a, b->merged[task]);
+    end_phase(w);
+}
+
+/* For Python: one layer's attention of its own. */
+EXPORT void attention(const Attention *a, int num_threads) {
+    if (a->batch->work < MIN_PARALLEL_WORK)
+        num_threads = 1;
+    WITH_TEAM(num_threads, worker, attend(&worker, a));
+}
