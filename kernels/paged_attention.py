@@ -1,8 +1,9 @@
 """Attention that reads K/V through block tables: prefill chunks and decodes in one flattened batch.
 
 Triton kernels compute it on a GPU (`tiled_attention`), C on a CPU (`attention`). Where neither is there it is plain
-torch, the same on CPU and CUDA. A layer's cache is `[num_blocks, block_size, num_kv_heads, head_dim]`, keys and values apart. The idea of the block table is vLLM's (Kwon
-et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023).
+torch, the same on CPU and CUDA. A layer's cache is `[num_blocks, block_size, num_kv_heads, head_dim]`, keys and values
+apart. The idea of the block table is vLLM's (Kwon et al., "Efficient Memory Management for Large Language Model Serving
+with PagedAttention", 2023).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def paged_attention(
             sinks=sinks,
         )
     if kernel.takes(query, key_cache, value_cache):
-        heads = LayerHeads(*query.shape[1:2], *key_cache.shape[2:], value_cache.shape[-1], query.dtype)
+        _, num_heads, head_dim = query.shape
+        heads = LayerHeads(num_heads, key_cache.shape[2], head_dim, value_cache.shape[-1], query.dtype)
         batch = metadata.cpu_batch(heads, sliding_window)
         return kernel.attention(query, key_cache, value_cache, batch, scaling=scaling, softcap=softcap, sinks=sinks)
     flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)

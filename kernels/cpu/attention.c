@@ -8,10 +8,11 @@
 
 #include <float.h>
 
+#include "few_rows.h"
 #include "pack_keys.h"
 #include "panel.h"
 
-enum { ALL_HEADS_BYTES = 1 << 17 /* of keys and values of a block, where a task takes several KV heads */ };
+enum { ALL_HEADS_BYTES = 1 << 16 /* of keys and values of a block, where a task takes several KV heads */ };
 static const int64_t MIN_PARALLEL_WORK = 1 << 19; /* products: about what starting the threads takes */
 static const float LOG2_E = 1.44269504f;
 
@@ -21,8 +22,8 @@ typedef struct {
     char values[BLOCK_BYTES];
     char queries[QUERY_BYTES];
     float sums[MAX_SUMS]; /* of the values, weighted */
-    float scores[GROUP_ROWS * MAX_BLOCK_KEYS];
-    element weights[GROUP_ROWS * MAX_BLOCK_KEYS];
+    float scores[FEW_ROWS * MAX_BLOCK_KEYS];
+    element weights[FEW_ROWS * MAX_BLOCK_KEYS];
     float largest[MAX_ROWS], total[MAX_ROWS]; /* score, in powers of two, and sum of weights */
     int64_t slots[2][MAX_BLOCK_KEYS];         /* of a block's keys and of the next one's */
     /* Of a KV head's rows: whose they are, and which keys they see. */
@@ -129,6 +130,30 @@ static void meet(const Attention *a, const AttentionTask *t, Scratch *s, int64_t
     }
 }
 
+/* The same for few rows and a block that is not packed. */
+static void meet_unpacked(const Attention *a, const AttentionTask *t, Scratch *s, int64_t first_row, int64_t begin,
+                          const Slots *keys, const Slots *values, const Wanted *wanted_keys,
+                          const Wanted *wanted_values) {
+    static const Wanted nothing = {0};
+    const AttentionBatch *b = a->batch;
+    const int64_t query_stride = query_elements(b->head_dim), sums_stride = sum_floats(b->value_dim);
+    const int64_t rows = head_rows(t), count = keys->count;
+    score_few(s->scores, MAX_BLOCK_KEYS, (const element *)s->queries + first_row * query_stride, query_stride, rows, keys,
+              b->head_dim, wanted_keys);
+    float factors[FEW_ROWS];
+    for (int64_t r = 0; r < rows; r++)
+        factors[r] = weigh(s->weights + r * MAX_BLOCK_KEYS, s->scores + r * MAX_BLOCK_KEYS, rounded_up(count, LANES),
+                           s->first_seen[r] - begin, smaller(count, s->end_seen[r] - begin), a->scaling, a->softcap,
+                           &s->largest[first_row + r], &s->total[first_row + r]);
+    for (int64_t row = 0; row < rows; row += GROUP_ROWS, wanted_values = &nothing)
+        add_few(s->sums + (first_row + row) * sums_stride, sums_stride, factors + row, s->weights + row * MAX_BLOCK_KEYS,
+                MAX_BLOCK_KEYS, values, b->value_dim, smaller(GROUP_ROWS, rows - row), wanted_values);
+}
+
+INLINE int takes_unpacked(const AttentionBatch *b, const AttentionTask *t) {
+    return head_rows(t) <= FEW_ROWS && b->head_dim % (LANES * INPUTS_PER_STEP) == 0 && b->value_dim % PANEL == 0;
+}
+
 static void begin_rows(const Attention *a, const AttentionTask *t, Scratch *s) {
     const AttentionBatch *b = a->batch;
     const int64_t members = t->member_end - t->member_begin, rows = head_rows(t), stride = query_elements(b->head_dim);
@@ -170,28 +195,65 @@ static int64_t block_keys(const AttentionBatch *b, const AttentionTask *t) {
     return larger(PANEL_KEYS, keys / PANEL_KEYS * PANEL_KEYS);
 }
 
-static void go_through_keys(const Attention *a, const AttentionTask *t, Scratch *s) {
+/* Where the keys of a block of a task begin and end. */
+typedef struct {
+    int64_t begin, end;
+} Block;
+
+INLINE Block first_block(const AttentionBatch *b, const AttentionTask *t, int64_t *slots) {
+    const Block block = {t->key_begin, smaller(t->key_end, t->key_begin + block_keys(b, t))};
+    find_slots(slots, b, t->request, block.begin, block.end);
+    return block;
+}
+
+/* Of a task's block, a share of all KV heads' rows, for `count` rows that are read meanwhile: a page of memory is better
+ * read at once than head by head. */
+INLINE Wanted share_of(const element *cache, int64_t slot_stride, int64_t head_stride, int64_t dim,
+                       const AttentionTask *t, const int64_t *slots, Block block, int64_t share, int64_t shares,
+                       int64_t count) {
+    const int64_t all = block.end - block.begin, first = share * all / shares, own = (share + 1) * all / shares - first;
+    const int64_t span = (t->kv_end - 1 - t->kv_begin) * head_stride + dim;
+    return (Wanted){{cache + t->kv_begin * head_stride, slot_stride, slots + first, own},
+                    span * (int64_t)sizeof(element),
+                    (own << 16) / rounded_up(count, PANEL_KEYS)};
+}
+
+/* `following` is the task that this thread is likely to take next, or NULL. */
+static void go_through_keys(const Attention *a, const AttentionTask *t, const AttentionTask *following, Scratch *s) {
     const AttentionBatch *b = a->batch;
     const int64_t step = block_keys(b, t), values_panel_bytes = step / INPUTS_PER_STEP * STEP_BYTES;
-    int parity = 0;
-    find_slots(s->slots[0], b, t->request, t->key_begin, smaller(t->key_end, t->key_begin + step));
-    for (int64_t begin = t->key_begin; begin < t->key_end; begin += step, parity = !parity) {
-        const int64_t end = smaller(t->key_end, begin + step), next_end = smaller(t->key_end, end + step);
-        find_slots(s->slots[!parity], b, t->request, end, next_end);
-        for (int64_t kv_head = t->kv_begin; kv_head < t->kv_end; kv_head++) {
-            const int is_last = kv_head + 1 == t->kv_end;
-            const int64_t next_head = is_last ? t->kv_begin : kv_head + 1;
-            const int64_t *slots = s->slots[parity], *next_slots = s->slots[is_last ? !parity : parity];
-            const int64_t count = end - begin, next_count = is_last ? next_end - end : count;
-            pack_keys(s->keys, &(Slots){a->keys + kv_head * a->key_head_stride, a->key_slot_stride, slots, count},
-                      b->head_dim,
-                      &(Slots){a->keys + next_head * a->key_head_stride, a->key_slot_stride, next_slots, next_count});
-            pack_values(
-                s->values, values_panel_bytes,
-                &(Slots){a->values + kv_head * a->value_head_stride, a->value_slot_stride, slots, count}, b->value_dim,
-                &(Slots){a->values + next_head * a->value_head_stride, a->value_slot_stride, next_slots, next_count});
-            meet(a, t, s, (kv_head - t->kv_begin) * head_rows(t), begin, end, values_panel_bytes);
+    const int64_t kv_heads = t->kv_end - t->kv_begin;
+    const int is_unpacked = takes_unpacked(b, t);
+    Block block = first_block(b, t, s->slots[0]);
+    for (int parity = 0; block.begin < t->key_end; parity = !parity) {
+        const AttentionTask *whose_next = t;
+        Block next = {block.end, smaller(t->key_end, block.end + step)};
+        if (next.begin < next.end) {
+            find_slots(s->slots[!parity], b, t->request, next.begin, next.end);
+        } else if (following) {
+            whose_next = following;
+            next = first_block(b, following, s->slots[!parity]);
         }
+        const int64_t *slots = s->slots[parity], *next_slots = s->slots[!parity], count = block.end - block.begin;
+        for (int64_t head = 0; head < kv_heads; head++) {
+            const int64_t kv_head = t->kv_begin + head, first_row = head * head_rows(t);
+            const Slots keys = {a->keys + kv_head * a->key_head_stride, a->key_slot_stride, slots, count};
+            const Slots values = {a->values + kv_head * a->value_head_stride, a->value_slot_stride, slots, count};
+            const Wanted wanted_keys = share_of(a->keys, a->key_slot_stride, a->key_head_stride, b->head_dim, whose_next,
+                                                next_slots, next, head, kv_heads, count);
+            const Wanted wanted_values = share_of(a->values, a->value_slot_stride, a->value_head_stride, b->value_dim,
+                                                  whose_next, next_slots, next, head, kv_heads, count);
+            if (is_unpacked) {
+                meet_unpacked(a, t, s, first_row, block.begin, &keys, &values, &wanted_keys, &wanted_values);
+            } else {
+                pack_keys(s->keys, &keys, b->head_dim, &wanted_keys);
+                pack_values(s->values, values_panel_bytes, &values, b->value_dim, &wanted_values);
+                meet(a, t, s, first_row, block.begin, block.end, values_panel_bytes);
+            }
+        }
+        block.begin = block.end;
+        if (whose_next == t)
+            block = next;
     }
 }
 
@@ -253,7 +315,7 @@ void attend(Worker *w, const Attention *a) {
     Tasks tasks = tasks_of(w, b->num_tasks);
     for (int64_t task; (task = next_task(&tasks)) >= 0;) {
         begin_rows(a, &b->tasks[task], &s);
-        go_through_keys(a, &b->tasks[task], &s);
+        go_through_keys(a, &b->tasks[task], task + 1 < b->num_tasks ? &b->tasks[task + 1] : NULL, &s);
         end_rows(a, &b->tasks[task], &s);
     }
     end_phase(w);

@@ -61,6 +61,7 @@ enum {
     MAX_BLOCK_KEYS = 128,
     MAX_HEAD_DIM = 512,
     MAX_ROWS = 144,
+    FEW_ROWS = 9, /* of a KV head: so few that keys and values are not packed; at least GROUP_ROWS */
     /* What a thread keeps of rows and of a block of keys, in the second-level cache together. */
     QUERY_BYTES = MAX_ROWS * 256 * 2,
     MAX_SUMS = MAX_ROWS * 256,

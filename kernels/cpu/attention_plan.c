@@ -13,7 +13,6 @@ enum {
     TASKS_PER_THREAD = 4,
     MIN_PART_KEYS = 64,
     MIN_TASK_ROWS = 72, /* with fewer, packing the keys anew for each task costs too much */
-    FEW_ROWS = 12,      /* so few that a task takes all KV heads */
     PACKING_ROWS = 8    /* how many rows could be computed while keys are read and packed */
 };
 /* In products: with less, handing out a task and putting its part with the others is too much of it. */
@@ -148,7 +147,8 @@ static void place_parts(AttentionBatch *b) {
 /* Returns how many tasks there are, which may be more than there is room for: then the plan is of no use. */
 EXPORT int64_t plan_attention(AttentionBatch *b) {
     const int64_t group_size = b->num_heads / b->num_kv_heads, most = most_rows(b->head_dim, b->value_dim);
-    const int64_t wanted = (TASKS_PER_THREAD * b->num_threads + b->num_kv_heads - 1) / b->num_kv_heads;
+    const int64_t tasks = b->num_threads > 1 ? TASKS_PER_THREAD * b->num_threads : 1;
+    const int64_t wanted = (tasks + b->num_kv_heads - 1) / b->num_kv_heads;
     const int64_t fair_rows = b->num_tokens * group_size / wanted;
     const int64_t rows = smaller(most, larger(MIN_TASK_ROWS, fair_rows));
     Planner p = {
@@ -160,7 +160,7 @@ EXPORT int64_t plan_attention(AttentionBatch *b) {
     find_what_is_seen(b);
     memset(b->prefix_parts, 0, b->num_tokens * sizeof *b->prefix_parts);
     add_all_tasks(&p);
-    p.fair_work = larger(MIN_TASK_WORK, p.work / (TASKS_PER_THREAD * b->num_threads) + 1);
+    p.fair_work = larger(MIN_TASK_WORK, p.work / tasks + 1);
     add_all_tasks(&p);
     place_parts(b);
     b->work = p.work;

@@ -139,6 +139,7 @@ INLINE vector load_some(const element *x, int64_t count) {
 typedef __m512bh operand;
 
 INLINE operand load_operand(const void *x) { return (operand)_mm512_loadu_si512(x); }
+INLINE void store_operand(void *x, operand y) { _mm512_storeu_si512(x, (__m512i)y); }
 
 /* What is behind `count` inputs counts as zero. */
 INLINE operand spread_operand(const element *x, int count) {
@@ -163,6 +164,11 @@ INLINE operand load_operand(const void *x) {
     return split(pairs);
 }
 
+INLINE void store_operand(void *x, operand y) {
+    const words pairs = (words)y.even >> 16 | ((words)y.odd & 0xffff0000u);
+    memcpy(x, &pairs, sizeof pairs);
+}
+
 INLINE operand spread_operand(const element *x, int count) {
     return (operand){spread(to_float(x[0])), spread(count > 1 ? to_float(x[1]) : 0)};
 }
@@ -174,32 +180,48 @@ INLINE vector multiply_add(vector sum, operand x, operand y) { return sum + x.ev
 typedef vector operand;
 
 INLINE operand load_operand(const void *x) { return load_floats(x); }
+INLINE void store_operand(void *x, operand y) { store_floats(x, y); }
 INLINE operand spread_operand(const element *x, int count) { return spread(count > 0 ? *x : 0); }
 INLINE vector multiply_add(vector sum, operand x, operand y) { return sum + x * y; }
 
 #endif
 
+/* Of all lanes, halves of them at a time. */
 INLINE float sum_of(vector x) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++)
-        sum += x[i];
-    return sum;
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            x[i] += x[i + half];
+    return x[0];
+#endif
 }
 
 INLINE float largest_of(vector x) {
-    float largest = x[0];
-    for (int i = 1; i < LANES; i++)
-        largest = fmaxf(largest, x[i]);
-    return largest;
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+    return x[0];
+#endif
 }
 
 /* 2^x, to the last bits of a float; 0 below 2^-126, infinite from 2^128 on, NaN of NaN. */
 INLINE vector power_of_two(vector x) {
     const vector low = spread(-126), high = spread(128);
+#if defined(__AVX512F__)
+    const vector inside = (vector)_mm512_min_ps((__m512)high, (__m512)x); /* NaN where x is */
+    const vector whole = (vector)_mm512_roundscale_ps((__m512)inside, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vector rest = inside - whole;
+#else
     const vector inside = choose(x > low, choose(x < high, x, high), low);
     const vector shifted = inside + 12582912.0f; /* 1.5 · 2^23: what remains are whole numbers */
     const integers whole = (integers)shifted - 0x4b400000;
     const vector rest = inside - (shifted - 12582912.0f);
+#endif
     /* Taylor's series of 2^rest, |rest| <= 1/2. */
     vector y = spread(1.5252734e-5f);
     y = y * rest + 1.5403530e-4f;
@@ -209,11 +231,16 @@ INLINE vector power_of_two(vector x) {
     y = y * rest + 2.4022651e-1f;
     y = y * rest + 6.9314718e-1f;
     y = y * rest + 1.0f;
+#if defined(__AVX512F__)
+    const __mmask16 is_seen = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
+    return (vector)_mm512_maskz_scalef_ps(is_seen, (__m512)y, (__m512)whole);
+#else
     /* In two factors, since the exponent of one alone does not reach 2^128. */
     const integers half = whole >> 1;
     y = y * (vector)((half + 127) << 23) * (vector)((whole - half + 127) << 23);
     y = choose(x < low, (vector){}, y);
     return choose(x == x, y, x);
+#endif
 }
 
 INLINE vector exponential(vector x) { return power_of_two(x * 1.44269504f); }

@@ -14,6 +14,9 @@ if not IS_INTERPRETED:
     pytest.skip("Triton is not installed, or TRITON_INTERPRET is 0", allow_module_level=True)
 
 from tests.kernels import faster_interpreter
+from tests.kernels.tensors import fresh, poisoned
+
+__all__ = ["DTYPES", "UNIT", "assert_close", "fresh", "poisoned", "strided"]
 
 faster_interpreter.install()
 
@@ -22,25 +25,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNIT = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
-def fresh(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int | None = None) -> torch.Tensor:
-    """Normal values, other ones each time; `seed` makes them the same again."""
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
-
-
 def strided(x: torch.Tensor) -> torch.Tensor:
     """The same values in a tensor that is contiguous in its last dimension only, with NaN in between."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 3), float("nan"), dtype=x.dtype)
     view = wide[..., 1 : 1 + x.shape[-1]]
     view.copy_(x)
     return view
-
-
-def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """NaN everywhere (the largest integer, for integers): what a kernel leaves out, or must not read, shows."""
-    if dtype.is_floating_point:
-        return torch.full(shape, float("nan"), dtype=dtype)
-    return torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, units: float = 2.0) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from kernels.attention_metadata import AttentionMetadata
 
-from .interpreted import fresh, poisoned
 from .reference import reference_attention
+from .tensors import fresh, poisoned
 
 
 @dataclass

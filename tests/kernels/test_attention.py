@@ -1,4 +1,4 @@
-"""The attention kernel computes what a float64 reference computes, as near to it as torch's own does in bfloat16.
+"""The attention kernel computes what float64 does, for any step, in every library that this CPU can use.
 
 How it takes its place in `paged_attention` is in `test_paged_attention.py`.
 """
@@ -7,267 +7,284 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from kernels import attention as kernel
+from kernels import attention_batch
 from kernels.attention import attention, takes
+from kernels.attention_tiles import LayerHeads
+from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 
-pytestmark = pytest.mark.skipif(not kernel.is_available(), reason="no compiler, or no AVX512-BF16")
+from .paged_batch import PagedBatch, make_batch
+
+# Of what is added up, absolutely: weights and the output are rounded, each by half of it; and what float32 loses.
+UNITS = {torch.bfloat16: 2.0**-7 + 2.0**-14, torch.float32: 1e-5}
+SPLIT_AMONG = 64
+
+
+@pytest.fixture(params=[(name, dtype) for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES], ids=str, autouse=True)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    instruction_set, dtype = request.param
+    found = load(instruction_set, dtype)
+    if found is None:
+        pytest.skip("not built, or not for this CPU")
+    for module in (kernel, attention_batch):
+        monkeypatch.setattr(module, "library", {dtype: found}.get)
+    return dtype
 
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
     threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     torch.manual_seed(0)
+    random.seed(0)
     with torch.inference_mode():
         yield
     torch.set_num_threads(threads)
 
 
-@dataclass
-class Case:
-    """Requests whose keys and values lie in scattered slots of a pool that is NaN everywhere else."""
-
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_slots: torch.Tensor
-    key_counts: torch.Tensor
-    num_queries: int
-    scaling: float
-    query_ends: torch.Tensor | None = None
-
-    def in_kernel(self, window: int | None = None) -> torch.Tensor:
-        return attention(
-            *(self.query, self.keys, self.values, self.key_slots, self.key_counts),
-            scaling=self.scaling,
-            sliding_window=window,
-            query_ends=self.query_ends,
-        )
-
-    def see_each_other(self, *groups: tuple[int, int]) -> None:
-        """Of the only request, keys `[start, end)`, as far as they have queries."""
-        [count] = self.key_counts.tolist()
-        own = torch.arange(count - self.num_queries, count)
-        self.query_ends = own + 1
-        for start, end in groups:
-            self.query_ends[(own >= start) & (own < end)] = end
-
-    def in_torch(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        outputs = []
-        for query, slots, count in zip(
-            self.query.split(self.num_queries), self.key_slots, self.key_counts.tolist(), strict=True
-        ):
-            own = torch.arange(count - self.num_queries, count)
-            ends = own + 1 if self.query_ends is None else self.query_ends
-            seen = (torch.arange(count) < ends[:, None]) & (torch.arange(count) > own[:, None] - (window or count))
-            keys, values = (x[slots[:count]].to(dtype).transpose(0, 1)[None] for x in (self.keys, self.values))
-            output = F.scaled_dot_product_attention(
-                query.to(dtype).transpose(0, 1)[None],
-                keys,
-                values,
-                attn_mask=torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf")),
-                scale=self.scaling,
-                enable_gqa=True,
-            )
-            outputs.append(output[0].transpose(0, 1))
-        return torch.cat(outputs)
-
-
-def make_case(
-    num_queries: int,
-    key_counts: list[int],
-    *,
-    heads: tuple[int, int] = (6, 2),
-    head_dim: int = 64,
-    value_dim: int | None = None,
-    spread: float = 1.0,
-) -> Case:
-    num_heads, num_kv_heads = heads
-    num_slots = sum(key_counts) + 5
-    scattered = torch.randperm(num_slots)
-    pools = [torch.full((num_slots, num_kv_heads, dim), float("nan")) for dim in (head_dim, value_dim or head_dim)]
-    key_slots = torch.empty(len(key_counts), max(key_counts), dtype=torch.int64)
-    begin = 0
-    for row, count in zip(key_slots, key_counts, strict=True):
-        row[:] = scattered[-1]  # nobody's
-        row[:count] = scattered[begin : begin + count]
-        for pool in pools:
-            pool[row[:count]] = torch.randn(count, *pool.shape[1:])
-        begin += count
-    return Case(
-        query=(spread * torch.randn(num_queries * len(key_counts), num_heads, head_dim)).bfloat16(),
-        keys=pools[0].bfloat16(),
-        values=pools[1].bfloat16(),
-        key_slots=key_slots,
-        key_counts=torch.tensor(key_counts),
-        num_queries=num_queries,
-        scaling=head_dim**-0.5,
+def planned(case: PagedBatch, window: int | None = None, threads: int = 2) -> attention_batch.AttentionBatch:
+    heads = LayerHeads(
+        *(case.query.shape[1], case.key_cache.shape[2], case.query.shape[2], case.value_cache.shape[-1]),
+        case.query.dtype,
+    )
+    m = case.metadata
+    return attention_batch.plan_batch(
+        *(m.query_start_loc, m.seq_lens, m.block_tables, m.block_size, heads),
+        sliding_window=window,
+        visible_to=m.visible_to,
+        num_threads=threads,
     )
 
 
-def assert_as_near_as_torch(case: Case, window: int | None = None) -> None:
-    exact = case.in_torch(window, torch.float64)
-    actual = case.in_kernel(window)
-    assert actual.dtype == torch.bfloat16 and actual.shape == exact.shape
-    own, torchs = ((x.double() - exact).norm() for x in (actual, case.in_torch(window, torch.bfloat16)))
-    # Where there is little to add up, both round but once.
-    assert own <= 1.25 * torchs + 1e-3 * exact.norm()
+def computed(case: PagedBatch, window: int | None = None, threads: int = 2, **options: Any) -> torch.Tensor:
+    batch = planned(case, window, threads)
+    return attention(case.query, case.key_cache, case.value_cache, batch, **{"scaling": 0.2, **options})
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 31, 100, 129, 5000])
-@pytest.mark.parametrize(
-    ("num_queries", "num_keys"),
-    [(1, 1), (2, 2), (5, 33), (30, 300), (33, 33), (48, 129), (129, 129), (150, 1000)],
-)
-def test_chunks_behind_any_prefix(num_queries: int, num_keys: int, window: int | None) -> None:
-    assert_as_near_as_torch(make_case(num_queries, [num_keys]), window)
+def exact(
+    case: PagedBatch,
+    window: int | None = None,
+    *,
+    scaling: float = 0.2,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64; and the same of the values' magnitudes, which is what rounding is measured with."""
+    group_size = case.query.shape[1] // case.key_cache.shape[2]
+    visible_to = case.metadata.visible_to
+    outputs, magnitudes, row = [], [], 0
+    for table, query_len, seq_len in zip(case.block_tables, case.query_lens, case.seq_lens, strict=True):
+        keys, values = (
+            cache[table].flatten(0, 1)[:seq_len].double().repeat_interleave(group_size, dim=1)
+            for cache in (case.key_cache, case.value_cache)
+        )
+        scores = torch.einsum("qhd,khd->hqk", case.query[row : row + query_len].double(), keys) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        own = torch.arange(seq_len - query_len, seq_len)[:, None]
+        ends = own + 1 if visible_to is None else torch.from_numpy(visible_to[row : row + query_len])[:, None]
+        places = torch.arange(seq_len)
+        scores[:, (places >= ends) | (places <= own - (window or seq_len))] = float("-inf")
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, query_len, 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :seq_len]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+        magnitudes.append(torch.einsum("hqk,khd->qhd", weights, values.abs()))
+        row += query_len
+    return torch.cat(outputs), torch.cat(magnitudes)
 
 
-@pytest.mark.parametrize("key_counts", [[1], [257], [40, 1, 128, 127, 129, 33], [600, 590, 580]])
-@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (10, 1), (32, 2)])
-def test_decodes_of_any_lengths(heads: tuple[int, int], key_counts: list[int]) -> None:
-    assert_as_near_as_torch(make_case(1, key_counts, heads=heads))
-
-
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(32, 32), (96, 96), (128, 128), (256, 256), (192, 128), (32, 64)])
-@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (200, 1)])
-def test_heads_of_any_size_and_number(heads: tuple[int, int], head_dim: int, value_dim: int) -> None:
-    assert_as_near_as_torch(make_case(20, [150], heads=heads, head_dim=head_dim, value_dim=value_dim), 90)
+def assert_right(case: PagedBatch, window: int | None = None, threads: int = 2, **options: Any) -> None:
+    actual = computed(case, window, threads, **options)
+    output, magnitude = exact(case, window, **options)
+    assert actual.dtype is case.query.dtype and actual.shape == output.shape
+    # Written so that NaN is a difference.
+    assert ((actual.double() - output).abs() <= UNITS[actual.dtype] * magnitude).all()
 
 
 @pytest.mark.parametrize("window", [None, 1, 31, 129, 5000])
+def test_steps_of_every_kind(dtype: torch.dtype, window: int | None) -> None:
+    for lengths in (
+        [(1, 1)],
+        [(2, 2), (1, 257), (5, 33)],
+        [(30, 300), (33, 33), (1, 129), (1, 16)],
+        [(150, 1000), (1, 700)],
+    ):
+        for head_dim in (64, 40):
+            assert_right(make_batch(lengths, head_dim=head_dim, dtype=dtype), window)
+
+
 @pytest.mark.parametrize(
-    ("num_queries", "num_keys", "groups"),
-    [
-        (2, 2, [(0, 2)]),
-        (30, 300, [(250, 300)]),
-        (48, 129, [(81, 90), (90, 128)]),
-        (129, 129, [(1, 128)]),
-        (150, 1000, [(700, 860), (861, 870), (990, 1000)]),
-    ],
+    ("head_dim", "value_dim"), [(1, 3), (7, 33), (32, 32), (80, 80), (128, 128), (192, 128), (256, 64), (512, 512)]
 )
-def test_groups_of_keys_that_see_each_other(
-    num_queries: int, num_keys: int, groups: list[tuple[int, int]], window: int | None
-) -> None:
-    case = make_case(num_queries, [num_keys])
-    case.see_each_other(*groups)
-    assert_as_near_as_torch(case, window)
+def test_heads_of_any_size(dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
+    case = make_batch([(60, 150), (1, 200)], head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+    assert_right(case, scaling=head_dim**-0.5)
+    assert_right(case, 70, scaling=head_dim**-0.5)
 
 
-def test_scores_far_apart() -> None:
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (10, 1), (40, 40), (200, 1)])
+def test_any_number_of_heads(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    case = make_batch([(20, 150), (1, 300), (1, 40)], num_heads=heads[0], num_kv_heads=heads[1], dtype=dtype)
+    for threads in (1, SPLIT_AMONG):
+        assert_right(case, threads=threads)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 300])
+def test_blocks_of_any_size(dtype: torch.dtype, block_size: int) -> None:
+    assert_right(make_batch([(20, 150), (1, 290)], block_size=block_size, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 3.0},
+        {"softcap": 50.0},
+        {"sinks": torch.linspace(-1.0, 9.0, 6)},
+        {"softcap": 3.0, "sinks": torch.linspace(-1.0, 2.0, 6)},
+    ],
+    ids=["softcap", "large softcap", "sinks", "both"],
+)
+def test_softcap_and_sinks(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    case = make_batch([(40, 150), (1, 700), (1, 20)], dtype=dtype)
+    for threads in (1, SPLIT_AMONG):
+        assert_right(case, threads=threads, **options)
+        assert_right(case, 100, threads=threads, **options)
+
+
+@pytest.mark.parametrize("window", [None, 1, 31, 5000])
+def test_tokens_that_see_later_ones(dtype: torch.dtype, window: int | None) -> None:
+    groups = [[(0, 2)], [(250, 300)], [(81, 90), (90, 128)], [(700, 860), (861, 870), (990, 1000)]]
+    case = make_batch([(2, 2), (30, 300), (48, 129), (150, 1000)], groups=groups, dtype=dtype)
+    assert_right(case, window)
+
+
+def test_a_decode_is_divided_among_threads(dtype: torch.dtype) -> None:
+    case = make_batch([(1, 3000)], dtype=dtype)
+    for threads in (1, 2, 3, 8):
+        plan = planned(case, threads=threads).on_c_side
+        assert plan.num_tasks == 1 if threads == 1 else plan.num_tasks >= 2 * threads
+        assert plan.num_merged == (threads > 1)
+        assert_right(case, threads=threads)
+
+
+@pytest.mark.parametrize("window", [None, 40, 700])
+def test_prefixes_that_requests_share_are_read_once(dtype: torch.dtype, window: int | None) -> None:
+    lengths = [(1, 900), (1, 820), (30, 870), (1, 801), (1, 500), (1, 480), (1, 30)]
+    case = make_batch(lengths, shared=[(range(4), 50), ((4, 5), 29)], head_dim=64, dtype=dtype)
+    for threads in (1, SPLIT_AMONG):
+        plan = planned(case, window, threads).on_c_side
+        if window is None:
+            assert (plan.num_prefixes, plan.num_listed) == (2, 35)
+        assert_right(case, window, threads, softcap=5.0, sinks=torch.linspace(-1.0, 2.0, 6))
+
+
+def test_what_is_shared_is_no_task_of_its_requests(dtype: torch.dtype) -> None:
+    """16 decodes over 1,024 tokens of one prefix go through it as often as one, and not much further."""
+    case = make_batch([(1, 1040)] * 16, shared=[(range(16), 64)], dtype=dtype)
+    batch = planned(case, threads=1)
+    [tasks] = [array for array in batch.arrays if isinstance(array, np.ndarray) and array.shape[1:] == (11,)]
+    keys = tasks[: batch.on_c_side.num_tasks, 8:10]
+    assert (keys[:, 1] - keys[:, 0]).max() <= 1024
+    own = keys[keys[:, 0] >= 1024]
+    assert (own[:, 1] - own[:, 0]).sum() <= 16 * 16 * 2
+
+
+def test_scores_far_apart(dtype: torch.dtype) -> None:
     """The largest score may come at any time, and make all before it vanish."""
-    assert_as_near_as_torch(make_case(40, [700], spread=60.0))
+    case = make_batch([(40, 700), (1, 900)], dtype=dtype)
+    case.query *= 60
+    output, magnitude = exact(case)
+    assert (
+        (computed(case).double() - output).abs() <= 40 * UNITS[torch.float32] * magnitude + UNITS[dtype] * magnitude
+    ).all()
 
 
-def test_scores_so_large_that_their_rounding_is_larger_than_any_exponent() -> None:
-    case = make_case(3, [300])
-    case.query *= 1e18
-    case.keys *= 1e18
-    exact = case.in_torch(None, torch.float64)
-    torch.testing.assert_close(case.in_kernel().double(), exact, atol=1e-6, rtol=2**-8)
+def test_scores_so_large_that_their_rounding_is_larger_than_any_exponent(dtype: torch.dtype) -> None:
+    case = make_batch([(3, 300), (1, 200)], dtype=dtype)
+    case.query *= 1e15
+    case.key_cache *= 1e18
+    torch.testing.assert_close(computed(case).double(), exact(case)[0], atol=1e-6, rtol=2**-8)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_random_batches(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps(dtype: torch.dtype, seed: int) -> None:
     draw = random.Random(seed)
+    random.seed(seed)
     num_kv_heads = draw.randint(1, 4)
-    num_queries = draw.choice([1, 1, draw.randint(2, 64), draw.randint(65, 200)])
-    num_requests = draw.randint(1, 6) if num_queries == 1 else 1
-    torch.manual_seed(seed)
-    torch.set_num_threads(draw.choice([1, 2, 3]))
-    case = make_case(
-        num_queries,
-        [num_queries + draw.choice([0, draw.randint(0, 40), draw.randint(0, 600)]) for _ in range(num_requests)],
-        heads=(num_kv_heads * draw.randint(1, 12), num_kv_heads),
-        head_dim=draw.choice([32, 64, 96, 160]),
+    lengths = []
+    for _ in range(draw.randint(1, 8)):
+        query_len = draw.choice([1, 1, 1, draw.randint(2, 64), draw.randint(65, 200)])
+        lengths.append((query_len, query_len + draw.choice([0, draw.randint(0, 40), draw.randint(0, 600)])))
+    with_prefix = [i for i, (query_len, seq_len) in enumerate(lengths) if seq_len - query_len >= 160]
+    case = make_batch(
+        lengths,
+        num_heads=num_kv_heads * draw.randint(1, 12),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw.choice([32, 64, 96, 20]),
+        dtype=dtype,
+        shared=[(with_prefix, 10)] if with_prefix else [],
     )
-    if num_requests == 1:
-        borders = sorted(draw.sample(range(int(case.key_counts[0]) + 1), k=min(4, num_queries)))
-        case.see_each_other(*zip(borders[::2], borders[1::2]))
-    assert_as_near_as_torch(case, draw.choice([None, draw.randint(1, 300)]))
+    torch.set_num_threads(draw.choice([1, 2, 3]))
+    assert_right(case, draw.choice([None, draw.randint(1, 300)]), draw.choice([1, 2, SPLIT_AMONG]))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_token_is_the_same_alone_and_in_any_chunk_in_any_number_of_threads(num_threads: int) -> None:
-    case = make_case(150, [400])
-    torch.set_num_threads(num_threads)
-    together = case.in_kernel()
-    torch.set_num_threads(1)
-    for first, end in ((0, 1), (17, 80), (149, 150)):
-        count = 250 + end
-        part = attention(
-            case.query[first:end],
-            case.keys,
-            case.values,
-            case.key_slots[:, :count].contiguous(),
-            torch.tensor([count]),
-            scaling=case.scaling,
-        )
-        assert torch.equal(part, together[first:end])
-
-
-def test_what_is_not_a_number_stays_with_its_token_and_its_head() -> None:
-    case = make_case(12, [140])
-    expected = case.in_kernel()
+def test_a_row_does_not_depend_on_what_others_hold(dtype: torch.dtype) -> None:
+    case = make_batch([(12, 140), (1, 300)], dtype=dtype)
+    expected = computed(case)
     case.query[5, 3, 7] = float("nan")
-    actual = case.in_kernel()
-    assert actual[5, 3].isnan().all()
-    actual[5, 3] = expected[5, 3]
+    table = case.block_tables[1]
+    case.key_cache[table] = float("nan")
+    case.value_cache[table] = float("nan")
+    actual = computed(case)
+    assert actual[5, 3].isnan().all() and actual[12].isnan().all()
+    actual[5, 3], actual[12] = expected[5, 3], expected[12]
     assert torch.equal(actual, expected)
 
 
-def test_a_key_that_is_not_a_number_is_seen_by_later_tokens_only() -> None:
-    case = make_case(12, [140])
-    expected = case.in_kernel()
-    case.keys[case.key_slots[0, 133], 1, 7] = float("nan")
-    actual = case.in_kernel()
+def test_a_key_that_is_not_a_number_is_seen_by_later_tokens_only(dtype: torch.dtype) -> None:
+    case = make_batch([(12, 140)], dtype=dtype)
+    expected = computed(case)
+    case.key_cache[case.block_tables[0][133 // 16], 133 % 16, 1, 7] = float("nan")
+    actual = computed(case)
     assert actual[5:, 3:].isnan().all()
     actual[5:, 3:] = expected[5:, 3:]
     assert torch.equal(actual, expected)
 
 
-def test_nothing_needs_to_be_contiguous_but_a_head() -> None:
-    case = make_case(12, [140])
-    expected = case.in_kernel()
-    case.query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
-    both = torch.stack([case.keys, case.values], dim=2)
-    case.keys, case.values = both.unbind(2)
-    assert not case.query.is_contiguous() and not case.keys.is_contiguous()
-    assert torch.equal(case.in_kernel(), expected)
+def test_the_same_step_gives_the_same_in_any_number_of_threads(dtype: torch.dtype) -> None:
+    case = make_batch([(150, 400), (1, 900), (1, 900)], shared=[((1, 2), 40)], dtype=dtype)
+    expected = computed(case)
+    for threads in (1, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(computed(case), expected)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(3, 2, 64),
-        torch.zeros(3, 2, 48, dtype=torch.bfloat16),
-        torch.zeros(3, 2, 288, dtype=torch.bfloat16),
-        torch.zeros(3, 64, 2, dtype=torch.bfloat16).transpose(1, 2),
-        torch.zeros(3, 2, 64, dtype=torch.bfloat16, device="meta"),
-    ],
-    ids=["float32", "odd size", "too large", "apart", "device"],
-)
-def test_what_the_kernel_cannot_read_is_refused(tensor: torch.Tensor) -> None:
-    one = torch.zeros(1, dtype=torch.int64)
-    assert not takes(tensor, tensor, tensor)
-    with pytest.raises(ValueError, match="does not take"):
-        attention(tensor, tensor, tensor, one[None], one + 1, scaling=1.0)
+def test_what_the_kernel_cannot_read_is_refused(dtype: torch.dtype) -> None:
+    case = make_batch([(1, 20)], dtype=dtype)
+    batch, (query, keys, values) = planned(case), (case.query, case.key_cache, case.value_cache)
+    apart = torch.empty(*keys.shape[:2], keys.shape[3], keys.shape[2], dtype=dtype).transpose(2, 3)
+    wide = torch.empty(1, 6, 513, dtype=dtype)
+    for tensors in (
+        (query.half(), keys.half(), values.half()),
+        (query.half(), keys, values),
+        (query, apart, values),
+        (query, keys[:, :8], values),
+        (query, keys.to("meta"), values),
+        (wide, wide[None], wide[None]),
+    ):
+        assert not takes(*tensors)
+        with pytest.raises(ValueError, match="does not take"):
+            attention(*tensors, batch, scaling=1.0)
 
 
-def test_slots_apart_are_refused() -> None:
-    case = make_case(1, [20, 20])
-    case.key_slots = case.key_slots.T.contiguous().T
-    with pytest.raises(ValueError, match="contiguous slots"):
-        case.in_kernel()
-
-
-def test_ends_apart_are_refused() -> None:
-    case = make_case(4, [20])
-    case.query_ends = torch.arange(34).view(17, 2)[:, 0]
-    with pytest.raises(ValueError, match="contiguous slots, counts and ends"):
-        case.in_kernel()
+def test_a_plan_for_another_step_is_refused(dtype: torch.dtype) -> None:
+    case, other = make_batch([(1, 20)], dtype=dtype), make_batch([(2, 20)], dtype=dtype)
+    with pytest.raises(ValueError, match="planned for 2 tokens in blocks of 16"):
+        attention(case.query, case.key_cache, case.value_cache, planned(other), scaling=1.0)

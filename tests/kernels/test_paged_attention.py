@@ -15,6 +15,7 @@ import kernels.attention
 import kernels.attention_metadata
 import kernels.paged_attention
 from kernels.attention_metadata import AttentionMetadata
+from kernels.attention_tiles import LayerHeads
 from kernels.paged_attention import paged_attention
 from kernels.write_kv import write_kv
 
@@ -142,6 +143,21 @@ def make_case(
     )
 
 
+@pytest.fixture
+def torch_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no compiler."""
+    monkeypatch.setattr(kernels.attention, "library", lambda dtype: None)
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def both(request: pytest.FixtureRequest) -> None:
+    if request.param == "torch":
+        request.getfixturevalue("torch_only")
+    elif not kernels.attention.is_available(torch.float32):
+        pytest.skip("no compiler")
+
+
+@pytest.mark.usefixtures("both")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", BATCHES)
@@ -149,11 +165,13 @@ def test_equals_the_reference(batch: str, heads: str, variant: str) -> None:
     check(BATCHES[batch], *HEADS[heads], torch.float32, variant, tolerance=2e-5)
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_chunk_of_several_tiles_equals_the_reference(variant: str) -> None:
     check([(530, 600), (1, 12)], *HEADS["MQA"], torch.float32, variant, tolerance=2e-5)
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize("variant", ["softcap", "sinks", "softcap, window and sinks"])
 @pytest.mark.parametrize("batch", ["whole prompts", "everything at once"])
 def test_scores_in_parts_equal_the_reference(batch: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,34 +179,28 @@ def test_scores_in_parts_equal_the_reference(batch: str, variant: str, monkeypat
     check(BATCHES[batch], *HEADS["GQA"], torch.float32, variant, tolerance=2e-5)
 
 
-@pytest.mark.parametrize("kernel_was_built", [True, False])
+@pytest.mark.usefixtures("both")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_equals_the_reference_in_bfloat16(
-    batch: str, variant: str, kernel_was_built: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernel_was_built:
-        monkeypatch.setattr(kernels.attention, "_compiled", lambda: None)
+def test_equals_the_reference_in_bfloat16(batch: str, variant: str) -> None:
     check(BATCHES[batch], *HEADS["GQA"], torch.bfloat16, variant, tolerance=3e-2)
 
 
+@pytest.mark.usefixtures("both")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", GROUPS)
 def test_groups_equal_the_reference(name: str, variant: str) -> None:
     check_groups(GROUPS[name], "GQA", torch.float32, variant, tolerance=2e-5)
 
 
-@pytest.mark.parametrize("kernel_was_built", [True, False])
+@pytest.mark.usefixtures("both")
 @pytest.mark.parametrize("variant", ["plain", "window 24", "softcap"])
 @pytest.mark.parametrize("name", GROUPS)
-def test_groups_equal_the_reference_in_bfloat16(
-    name: str, variant: str, kernel_was_built: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernel_was_built:
-        monkeypatch.setattr(kernels.attention, "_compiled", lambda: None)
+def test_groups_equal_the_reference_in_bfloat16(name: str, variant: str) -> None:
     check_groups(GROUPS[name], "GQA", torch.bfloat16, variant, tolerance=3e-2)
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize("variant", ["plain", "window 24", "softcap, window and sinks"])
 def test_groups_of_several_tiles_and_tiles_of_several_groups_equal_the_reference(
     variant: str, monkeypatch: pytest.MonkeyPatch
@@ -198,20 +210,9 @@ def test_groups_of_several_tiles_and_tiles_of_several_groups_equal_the_reference
         check_groups(batch, "MQA", torch.float32, variant, tolerance=2e-5)
 
 
-@pytest.mark.skipif(not kernels.attention.is_available(), reason="no compiler, or no AVX512-BF16")
-@pytest.mark.parametrize(
-    ("variant", "dtype", "is_used"),
-    [
-        ("plain", torch.bfloat16, True),
-        ("window 24", torch.bfloat16, True),
-        ("softcap", torch.bfloat16, False),
-        ("sinks", torch.bfloat16, False),
-        ("plain", torch.float32, False),
-    ],
-)
-def test_the_kernel_computes_what_it_can(
-    variant: str, dtype: torch.dtype, is_used: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(not kernels.attention.is_available(torch.float32), reason="no compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_the_kernel_computes_what_it_can(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     compute = kernels.attention.attention
 
@@ -220,8 +221,9 @@ def test_the_kernel_computes_what_it_can(
         return compute(*args, **kwargs)
 
     monkeypatch.setattr(kernels.attention, "attention", counted)
-    check(BATCHES["everything at once"], *HEADS["GQA"], dtype, variant, tolerance=3e-2)
-    assert bool(calls) == is_used
+    for variant in VARIANTS:
+        check(BATCHES["everything at once"], *HEADS["GQA"], dtype, variant, tolerance=3e-2)
+    assert len(calls) == (0 if dtype is torch.float16 else len(VARIANTS))
 
 
 @pytest.mark.slow
@@ -236,6 +238,7 @@ def test_equals_the_reference_for_random_batches(variant: str, seed: int) -> Non
     check(batch, *draw.choice(list(HEADS.values())), torch.float32, variant, tolerance=2e-5, seed=seed)
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
 @pytest.mark.parametrize("variant", ["plain", "window 24", "softcap, window and sinks"])
 def test_random_groups_equal_the_reference(variant: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +346,15 @@ def test_indices_are_worked_out_once_per_window() -> None:
     assert metadata.tiles(None) is metadata.tiles(None)
     assert metadata.tiles(24) is metadata.tiles(24)
     assert metadata.tiles(None) is not metadata.tiles(24)
+
+
+@pytest.mark.skipif(not kernels.attention.is_available(torch.float32), reason="no compiler")
+def test_the_kernel_is_planned_for_once_per_window_and_kind_of_heads() -> None:
+    metadata = make_case(BATCHES["everything at once"], 4, 2, torch.float32, seed=0).metadata
+    heads = LayerHeads(4, 2, 32, 32, torch.float32)
+    assert metadata.cpu_batch(heads, None) is metadata.cpu_batch(heads, None)
+    assert metadata.cpu_batch(heads, None) is not metadata.cpu_batch(heads, 24)
+    assert metadata.cpu_batch(heads, None) is not metadata.cpu_batch(replace(heads, num_heads=8), None)
 
 
 def test_a_window_reads_no_keys_it_cannot_see() -> None:
