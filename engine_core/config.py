@@ -10,6 +10,7 @@ HashAlgo = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 FullPromptHit = Literal["recompute_last_token", "drop_last_block"]
 FreeOrder = Literal["append_all", "unhashed_first"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+Quantization = Literal["int8", "int4"]
 
 
 class EngineConfig(Struct, kw_only=True, frozen=True):
@@ -45,8 +46,10 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         num_threads: CPU threads for the model; default the physical cores this process may use.
         merge_projections: compute linear layers that read the same tensor as one (CPU only).
         prepack_weights: store weights in the layout the CPU computes with (CPU only).
-        linear_kernel: compute bfloat16 linear layers in prepacked weights with Foreword's own kernel where it was built
-            and the CPU has AVX512-BF16, not with the CPU's matrix library.
+        linear_kernel: compute linear layers in prepacked weights with Foreword's own kernels where they were built, not
+            with the CPU's matrix library.
+        quantization: store and compute the decoder's linear layers with weights in 8 bits (a scale for each output) or
+            4 (scale and centre for 32 inputs each; the output head in 8), rounded when the model is loaded. CPU only.
         enforce_eager: launch every kernel of every step, and capture no graphs of decodes (CUDA only).
         cudagraph_capture_sizes: of how many requests decodes are captured; a step is computed as the next larger one.
             Default: sizes up to `max_num_seqs`, close to each other.
@@ -90,6 +93,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     merge_projections: bool = True
     prepack_weights: bool = True
     linear_kernel: bool = True
+    quantization: Quantization | None = None
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     max_num_queued_requests: int | None = None

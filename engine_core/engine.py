@@ -312,7 +312,7 @@ class _Launch:
 
 
 def _cache_config(config: EngineConfig) -> dict[str, str]:
-    """The KV cache's settings under the names that the metrics of peers give them."""
+    """The KV cache's settings, under the names that the metrics of peers give them, and what its contents come from."""
     return {
         "block_size": str(config.block_size),
         "cache_dtype": config.dtype,
@@ -322,6 +322,7 @@ def _cache_config(config: EngineConfig) -> dict[str, str]:
         "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
         "num_gpu_blocks_override": str(config.num_blocks),
         "prefix_caching_hash_algo": config.prefix_caching_hash_algo,
+        "quantization": str(config.quantization),
     }
 
 

@@ -23,10 +23,14 @@ def model_fingerprint(path: Path) -> str:
     return total.hexdigest()
 
 
-def cache_namespace(fingerprint: str, kv_dtype: str, block_size: int) -> str:
-    """Hex; equal exactly where KV blocks mean the same: weights, KV dtype, block size and layout."""
-    parts = json.dumps([fingerprint, kv_dtype, block_size, LAYOUT_VERSION])
-    return hashlib.sha256(parts.encode()).hexdigest()
+def cache_namespace(fingerprint: str, kv_dtype: str, block_size: int, quantization: str | None = None) -> str:
+    """Hex; equal exactly where KV blocks mean the same: weights and what they are computed with in, KV dtype, block
+    size and layout.
+    """
+    parts = [fingerprint, kv_dtype, block_size, LAYOUT_VERSION]
+    if quantization is not None:
+        parts.append(quantization)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def tokenizer_digest(path: Path) -> str:

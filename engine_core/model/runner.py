@@ -34,6 +34,7 @@ from .logit_rules import LogitRules
 from .logprobs import add_prompt_logprobs, add_sampled_logprobs
 from .memory import choose_num_blocks
 from .passes import PassError, apply_passes
+from .passes.quantizing import check_quantization
 from .picture_encoder import EncodedRows
 from .picture_probe import check_pictures
 from .pictures import Pictures
@@ -67,6 +68,7 @@ class ModelRunner:
             torch.set_num_threads(num_threads)
         self._device = choose_device(config.device)
         self._dtype = choose_dtype(config.dtype, self._device)
+        check_quantization(config, self._dtype, self._device)
         if self._dtype == torch.float32:
             torch.set_float32_matmul_precision("highest")
         self._block_size = config.block_size
@@ -88,8 +90,13 @@ class ModelRunner:
                 merge=config.merge_projections,
                 pack=config.prepack_weights,
                 kernel=config.linear_kernel,
+                quantization=config.quantization,
             )
         except PassError as error:
+            if config.quantization is not None:
+                raise InvalidConfigError(
+                    f"quantization: {model_config.model_type} in {config.quantization}: {error}"
+                ) from error
             logger.warning("passes_skipped model_type=%s reason=%s", model_config.model_type, error)
             self._model = load_model(path, model_config, self._dtype, self._device)
         self._pictures = Pictures.of(self._model, model_config) if takes_pictures(model_config) else None
@@ -117,15 +124,19 @@ class ModelRunner:
             max_model_len=max_model_len,
             eos_token_ids=end_of_sequence_ids(self._model, model_config),
             num_blocks=num_blocks,
-            cache_namespace=cache_namespace(model_fingerprint(path), dtype_name, config.block_size),
+            cache_namespace=cache_namespace(
+                model_fingerprint(path), dtype_name, config.block_size, config.quantization
+            ),
             tokenizer_digest=tokenizer_digest(path),
             multimodal=None if self._pictures is None else self._pictures.info,
             runs_apart=self._queue is not None,
         )
         logger.info(
-            "model_loaded name=%s dtype=%s device=%s threads=%d layers=%d blocks=%d kv_pool_bytes=%d load_s=%.1f",
+            "model_loaded name=%s dtype=%s quantization=%s device=%s threads=%d layers=%d blocks=%d kv_pool_bytes=%d"
+            " load_s=%.1f",
             self.info.name,
             dtype_name,
+            config.quantization,
             self._device,
             torch.get_num_threads(),
             len(shapes),

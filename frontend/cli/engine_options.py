@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from engine_core import EngineConfig
-from engine_core.config import FreeOrder, FullPromptHit, HashAlgo, SchedulingPolicy
+from engine_core.config import FreeOrder, FullPromptHit, HashAlgo, Quantization, SchedulingPolicy
 
 from .options import A_DAY_S, counts, option, size, takes_settings
 
@@ -48,9 +48,16 @@ def _engine_options(
         bool,
         option(
             _MODEL,
-            "On a CPU with AVX512-BF16, use Foreword's own kernel for prepacked bfloat16 weights, not oneDNN's.",
+            "On a CPU, use Foreword's own kernels for prepacked weights where they were built, not oneDNN's.",
         ),
     ] = _ENGINE.linear_kernel,
+    quantization: Annotated[
+        Quantization | None,
+        option(
+            _MODEL,
+            "On a CPU, compute with weights rounded to 8 or 4 bits: less memory, faster decodes.",
+        ),
+    ] = None,
     enforce_eager: Annotated[
         bool, option(_MODEL, "On a GPU, capture no CUDA graphs of decodes.", "--enforce-eager")
     ] = _ENGINE.enforce_eager,

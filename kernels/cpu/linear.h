@@ -5,12 +5,16 @@
 
 #include "team.h"
 
+typedef enum { ELEMENTS, INT8, INT4 } Format; /* the latter two: quantized.h */
+
 /* A weight as kernels/linear.py packs it: panels of PANEL outputs, each a step of inputs after the other for all of
  * its outputs. What lies beyond the layer's own sizes is zero. */
 typedef struct {
     const char *panels;
     const float *bias; /* padded to whole panels, or NULL */
     int64_t inputs, outputs;
+    Format format;
+    const float *scales; /* of INT8: padded to whole panels */
 } Weight;
 
 typedef enum { IDENTITY, SILU, GELU_TANH, GELU, RELU } Activation;

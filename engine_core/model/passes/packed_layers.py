@@ -6,14 +6,20 @@ import torch
 from torch import nn
 
 from kernels import linear as linear_kernel
+from kernels.quantize import QuantizedWeight
 
 
 class KernelLinear(nn.Module):
-    """`linear`, computed by Foreword's own kernel."""
+    """`linear`, computed by Foreword's own kernel; with `quantized` in place of its weight, if that is given."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, quantized: QuantizedWeight | None = None) -> None:
         super().__init__()
-        self._weight = linear_kernel.pack_weight(linear.weight.detach(), linear.bias)
+        weight = linear.weight.detach()
+        self._weight = (
+            linear_kernel.pack_weight(weight, linear.bias)
+            if quantized is None
+            else linear_kernel.pack_quantized(quantized, weight.dtype, linear.bias)
+        )
 
     @staticmethod
     def is_usable(dtype: torch.dtype) -> bool:

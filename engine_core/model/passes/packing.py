@@ -37,13 +37,18 @@ def pack_linears(model: nn.Module, samples: Mapping[str, torch.Tensor], *, kerne
         kind = packed_layer(linear.weight.dtype, kernel=kernel)
         if kind is not None:
             layer = kind(linear)
-            _compare(name, linear(sample), layer(sample))
+            check_same(name, linear(sample), layer(sample))
             replace(model, name, layer)
             packed[name] = kind
     return packed
 
 
-def _compare(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
+def check_same(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
+    """Compare what the layer `name` gave and gives.
+
+    Raises:
+        ArithmeticError: they differ by more than rounding.
+    """
     # Here and not only in the model's logits: there, a model may have made anything of the last bit of a half.
     tolerance = _FLOAT32_TOLERANCE if expected.dtype == torch.float32 else _HALF_PRECISION_TOLERANCE
     norm = expected.float().norm().item()

@@ -1,0 +1,109 @@
+"""How well a model foretells a text, in each type and quantization: `python -m benchmarks.perplexity smollm2`.
+
+The text is cut into contexts, each computed by itself through the engine (`prompt_logprobs`). Perplexity is e to the
+mean negative log-probability of all tokens that something precedes. Fewer bits should raise it by little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+
+from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams, resolve_model
+
+TEXT = Path(__file__).parent.parent / "tests" / "data" / "text" / "engineers_thumb.txt"
+# dtype, and what weights are quantized to
+VARIANTS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
+}
+
+
+def contexts_of(token_ids: Sequence[int], num_tokens: int) -> list[list[int]]:
+    """`token_ids` in parts of so many; a last one of a single token, which says nothing, is left out."""
+    parts = [list(token_ids[start : start + num_tokens]) for start in range(0, len(token_ids), num_tokens)]
+    return [part for part in parts if len(part) > 1]
+
+
+def perplexity(engine: EngineCore, contexts: Sequence[Sequence[int]]) -> float:
+    """Of the contexts' tokens, each given those before it in its context.
+
+    Raises:
+        RuntimeError: the engine failed at one.
+    """
+    for index, token_ids in enumerate(contexts):
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        engine.add_request(EngineRequest(str(index), list(token_ids), params))
+    logprobs: list[float] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step().outputs:
+            if output.finish_reason == "error":
+                raise RuntimeError(f"context {output.request_id} failed: {output.error}")
+            logprobs += [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
+    assert len(logprobs) == sum(len(token_ids) - 1 for token_ids in contexts)
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def decode_ms(engine: EngineCore, num_requests: int, num_tokens: int) -> float:
+    """Milliseconds of a step that continues so many short requests; the fastest of `num_tokens`."""
+    for index in range(num_requests):
+        params = SamplingParams(temperature=0, max_tokens=num_tokens + 2, ignore_eos=True)
+        engine.add_request(EngineRequest(f"decode-{index}", [7 + index] * 16, params))
+    engine.step()
+    fastest = math.inf
+    while engine.has_unfinished_requests():
+        start = time.perf_counter()
+        engine.step()
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest * 1e3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a directory, a .gguf file or a built-in model's name")
+    parser.add_argument("--quantization", choices=VARIANTS, nargs="+", default=list(VARIANTS))
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--context", type=int, default=1024, metavar="TOKENS")
+    parser.add_argument("--decode-tokens", type=int, default=64, help="for the speed of decodes; 0: do not measure it")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    model = resolve_model(arguments.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.path, local_files_only=True)
+    contexts = contexts_of(tokenizer(arguments.text.read_text()).input_ids, arguments.context)
+    print(f"{arguments.text.name}: {sum(map(len, contexts))} tokens in {len(contexts)} contexts", file=sys.stderr)
+    results = {}
+    print("| | perplexity | decode of 1, ms | of 8, ms |\n| --- | --- | --- | --- |")
+    for name in arguments.quantization:
+        dtype, quantization = VARIANTS[name]
+        engine = EngineCore(
+            EngineConfig(
+                model=str(model.path),
+                dtype=dtype,
+                quantization=quantization,
+                device="cpu",
+                kv_cache_memory_bytes=1 << 30,
+                enable_prefix_caching=False,
+            )
+        )
+        found = {"perplexity": perplexity(engine, contexts)}
+        if arguments.decode_tokens:
+            found |= {f"decode_ms_{rows}": decode_ms(engine, rows, arguments.decode_tokens) for rows in (1, 8)}
+        results[name] = found
+        print(f"| {name} | " + " | ".join(f"{value:.2f}" for value in found.values()) + " |", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
