@@ -68,7 +68,6 @@ class ModelRunner:
             torch.set_num_threads(num_threads)
         self._device = choose_device(config.device)
         self._dtype = choose_dtype(config.dtype, self._device)
-        check_quantization(config, self._dtype, self._device)
         if self._dtype == torch.float32:
             torch.set_float32_matmul_precision("highest")
         self._block_size = config.block_size
@@ -79,6 +78,7 @@ class ModelRunner:
 
         path = Path(config.model)
         model_config = load_config(path)
+        check_quantization(config, model_config, self._dtype, self._device)
         max_model_len = usable_model_len(model_config, config.max_model_len)
         self._model = load_model(path, model_config, self._dtype, self._device)
         self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))

@@ -13,7 +13,7 @@ enum {
     MAX_CHUNK_ROWS = 117, /* that are to stay in the second-level cache beside two panels */
     TASKS_PER_THREAD = 4,
     RUN_AHEAD_BYTES = 8192,
-    BLOCK_INPUTS = 128 /* of which a panel's elements fit into the first-level cache */
+    BLOCK_INPUTS = 256 /* of which a panel's elements fit into the first-level cache */
 };
 static const int64_t MIN_PARALLEL_PRODUCTS = 1 << 18; /* about what starting the threads takes */
 

@@ -17,12 +17,12 @@ enum {
     INT8_GROUP_BYTES = GROUP_INPUTS * PANEL,
     INT4_CODES = 2 * PANEL * sizeof(uint16_t), /* where in a group they begin */
     INT4_GROUP_BYTES = INT4_CODES + GROUP_INPUTS * PANEL / 2,
-    RUN_AHEAD_OF_CODES_BYTES = 2048
+    /* How far what is fetched is ahead. */
+    AHEAD_OF_PRODUCT_BYTES = 2048,
+    AHEAD_OF_EXPANSION_BYTES = 4096
 };
 
 INLINE int64_t group_bytes(const Format format) { return format == INT8 ? INT8_GROUP_BYTES : INT4_GROUP_BYTES; }
-
-INLINE void fetch_codes(const char *codes) { __builtin_prefetch(codes + RUN_AHEAD_OF_CODES_BYTES, 0, 3); }
 
 #if ELEMENT_BF16 && defined(__AVX512BF16__)
 
@@ -71,16 +71,11 @@ enum { STEPS_AT_ONCE = 2 };
 INLINE void load_operands(operand y[STEPS_AT_ONCE][PANEL_VECTORS], const Format format, const char *group,
                           const Grid *g, int step) {
     if (format == INT8) {
-        const char *codes = group + step * INPUTS_PER_STEP * PANEL;
-        fetch_codes(codes);
-        fetch_codes(codes + 64);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
-            y[i / 2][i % 2] = operand_of_int8(codes + i * PANEL);
+            y[i / 2][i % 2] = operand_of_int8(group + step * INPUTS_PER_STEP * PANEL + i * PANEL);
     } else {
-        const char *codes = group + INT4_CODES + step * PANEL;
-        fetch_codes(codes);
-        const __m512i x = _mm512_loadu_si512(codes);
+        const __m512i x = _mm512_loadu_si512(group + INT4_CODES + step * PANEL);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
             y[i / 2][i % 2] = operand_of_int4(g, x, i);
@@ -90,6 +85,8 @@ INLINE void load_operands(operand y[STEPS_AT_ONCE][PANEL_VECTORS], const Format 
 /* The elements of a group, as `multiply_rows` reads them. */
 INLINE void expand_group(element *y, const Format format, const char *group) {
     const Grid g = grid_of(format, group);
+    for (int i = 0; i < group_bytes(format); i += 64)
+        __builtin_prefetch(group + AHEAD_OF_EXPANSION_BYTES + i, 0, 2);
     for (int step = 0; step < GROUP_INPUTS / INPUTS_PER_STEP; step += STEPS_AT_ONCE) {
         operand w[STEPS_AT_ONCE][PANEL_VECTORS];
         load_operands(w, format, group, &g, step);
@@ -109,9 +106,12 @@ INLINE void multiply_codes(float *sums, const float *start, const element *x, in
             s[r][v] = start ? load_floats(start + v * LANES) : (vector){};
     for (int64_t group = 0; group < groups; group++, panel += group_bytes(format)) {
         const Grid g = grid_of(format, panel);
+        const int64_t step_bytes = group_bytes(format) / (GROUP_INPUTS / INPUTS_PER_STEP);
         for (int step = 0; step < GROUP_INPUTS / INPUTS_PER_STEP; step += STEPS_AT_ONCE) {
             operand w[STEPS_AT_ONCE][PANEL_VECTORS];
             load_operands(w, format, panel, &g, step);
+            for (int64_t i = 0; i < STEPS_AT_ONCE * step_bytes; i += 64)
+                __builtin_prefetch(panel + AHEAD_OF_PRODUCT_BYTES + step * step_bytes + i, 0, 3);
 #pragma GCC unroll 2
             for (int i = 0; i < STEPS_AT_ONCE; i++, x += INPUTS_PER_STEP)
 #pragma GCC unroll 16

@@ -150,14 +150,21 @@ def test_what_cannot_be_computed_is_refused(
 ) -> None:
     config = config_of(Path("/nowhere"), **({"quantization": "int8"} | dict(settings)))
     with pytest.raises(InvalidConfigError, match=message):
-        check_quantization(config, dtype, torch.device(device))
+        check_quantization(config, transformers.LlamaConfig(), dtype, torch.device(device))
+
+
+def test_weights_that_are_quantized_already_are_refused() -> None:
+    model_config = transformers.LlamaConfig(quantization_config={"quant_method": "torchao"})
+    with pytest.raises(InvalidConfigError, match=r"quantization: .* quantized already \(torchao\)"):
+        check_quantization(config_of(Path("/nowhere"), quantization="int8"), model_config, torch.float32, CPU)
 
 
 def test_without_compiled_kernels_it_is_refused_and_else_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_kernel, "is_available", lambda _: False)
+    llama = transformers.LlamaConfig()
     with pytest.raises(InvalidConfigError, match="quantization: int4 needs Foreword's kernels for CPUs"):
-        check_quantization(config_of(Path("/nowhere"), quantization="int4"), torch.float32, CPU)
-    check_quantization(config_of(Path("/nowhere")), torch.float16, torch.device("cuda"))
+        check_quantization(config_of(Path("/nowhere"), quantization="int4"), llama, torch.float32, CPU)
+    check_quantization(config_of(Path("/nowhere")), llama, torch.float16, torch.device("cuda"))
 
 
 @needs_kernel

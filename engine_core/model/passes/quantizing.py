@@ -8,6 +8,7 @@ is in 8 bits in any case: in 4 it costs more than all other layers together and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,18 +26,21 @@ _QUANTIZE: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {"int8": quant
 _OUTPUTS_AT_ONCE = 4096
 
 
-def check_quantization(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+def check_quantization(config: EngineConfig, model_config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse what cannot be computed, before anything is loaded.
 
     Raises:
-        InvalidConfigError: `quantization` is unknown, or does not go with the device, `dtype`, another setting or
-            this installation.
+        InvalidConfigError: `quantization` is unknown, or does not go with the model, the device, `dtype`, another
+            setting or this installation.
     """
     name = config.quantization
     if name is None:
         return
     if name not in _QUANTIZE:
         raise InvalidConfigError(f"quantization: {name!r} is none of {', '.join(_QUANTIZE)}")
+    if (theirs := getattr(model_config, "quantization_config", None)) is not None:
+        method = theirs.get("quant_method") if isinstance(theirs, dict) else getattr(theirs, "quant_method", None)
+        raise InvalidConfigError(f"quantization: the model's weights are quantized already ({method})")
     if device.type != "cpu":
         raise InvalidConfigError(f"quantization: {name} weights are computed with on a CPU, not on {device.type}")
     if dtype not in {torch.bfloat16, torch.float32}:
