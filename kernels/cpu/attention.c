@@ -41,6 +41,9 @@ INLINE float *part_of(const AttentionBatch *b, int64_t part, int64_t head) {
     return b->parts + (part * b->num_heads + head) * part_floats(b->value_dim);
 }
 
+/* Not of NaN: then any. Not a call, before which registers would have to be saved. */
+INLINE float largest_float(float x, float y) { return x > y ? x : y; }
+
 /* c · tanh(x / c) */
 INLINE vector softened(vector x, float c) {
     const vector y = x / c;
@@ -76,7 +79,7 @@ INLINE float weigh(element *weights, float *scores, int64_t num_keys, int64_t fi
         store_floats(scores + key, score);
         most = larger_of(most, score);
     }
-    const float before = *largest, now = fmaxf(before, largest_of(most));
+    const float before = *largest, now = largest_float(before, largest_of(most));
     vector sum = {};
     for (int64_t key = 0; key < num_keys; key += LANES) {
         const vector weight = power_of_two(load_floats(scores + key) - now);
@@ -262,7 +265,7 @@ INLINE void finish(const Attention *a, int64_t token, int64_t head, const float 
     const int64_t dim = a->batch->value_dim;
     float factor = 1;
     if (a->sinks) {
-        const float sink = a->sinks[head] * LOG2_E, now = fmaxf(largest, sink);
+        const float sink = a->sinks[head] * LOG2_E, now = largest_float(largest, sink);
         factor = power_of_two(spread(largest - now))[0];
         total = total * factor + power_of_two(spread(sink - now))[0];
     }
@@ -296,7 +299,7 @@ static void merge_parts(const Attention *a, int64_t token) {
     for (int64_t head = 0; head < b->num_heads; head++) {
         float largest = -FLT_MAX, total = 0;
         for (int64_t part = first; part < end; part++)
-            largest = fmaxf(largest, part_of(b, part, head)[stride]);
+            largest = largest_float(largest, part_of(b, part, head)[stride]);
         memset(sums, 0, stride * sizeof(float));
         for (int64_t part = first; part < end; part++) {
             const float *other = part_of(b, part, head);
