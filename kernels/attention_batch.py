@@ -22,8 +22,7 @@ _TASK_FIELDS = 11
 _MAX_ROWS = 144
 _PANEL = 32
 _PART_FLOATS_BESIDE_SUMS = 16
-# What is read of memory while two tasks are begun and their parts put together, and by how many queries of a shared
-# prefix at once a thread computes as long as it reads.
+# What is read of memory while tasks for a prefix are handed out and their parts put together.
 _OVERHEAD_BYTES = 1 << 17
 
 _INPUTS = ("query_start_loc", "seq_lens", "block_tables", "visible_to", "prefix_of", "prefix_lens")

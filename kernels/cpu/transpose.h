@@ -23,19 +23,26 @@ INLINE void interleave(words x, words y, words *first, words *second) {
 #endif
 }
 
-/* LANES rows become what the columns were. Each time, rows half of all apart are interleaved: that turns the places'
- * bits by one, and when row and lane have changed places, it is done. */
-INLINE void transpose(words rows[LANES]) {
-#pragma GCC unroll 4
-    for (int lanes = LANES; lanes > 1; lanes /= 2) {
-        words turned[LANES];
+/* Rows half of all apart are interleaved. */
+INLINE void turn(words rows[LANES]) {
+    words turned[LANES];
 #pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++)
-            interleave(rows[i], rows[i + LANES / 2], &turned[2 * i], &turned[2 * i + 1]);
+    for (int i = 0; i < LANES / 2; i++)
+        interleave(rows[i], rows[i + LANES / 2], &turned[2 * i], &turned[2 * i + 1]);
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            rows[i] = turned[i];
-    }
+    for (int i = 0; i < LANES; i++)
+        rows[i] = turned[i];
+}
+
+/* LANES rows become what the columns were: each time, the places' bits turn by one, and when row and lane have changed
+ * places, it is done. */
+INLINE void transpose(words rows[LANES]) {
+    turn(rows);
+    turn(rows);
+    if (LANES > 4)
+        turn(rows);
+    if (LANES > 8)
+        turn(rows);
 }
 
 #endif
