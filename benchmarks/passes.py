@@ -21,7 +21,7 @@ from benchmarks.engine_bench import decoding, prefilling
 from engine_core import EngineConfig, EngineCore, resolve_model
 
 # The switches of `EngineConfig` that stand for a pass.
-PASSES = ("merge_projections", "prepack_weights", "linear_kernel")
+PASSES = ("fuse_layers", "prepack_weights", "linear_kernel")
 
 BLOCK_SIZE = 16
 STEPS_A_ROUND = 8

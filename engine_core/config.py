@@ -44,7 +44,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         kv_cache_metrics_sample: share of the blocks that this looks at.
         free_order: where freed blocks go in the free queue; `unhashed_first` is what a newer peer does.
         num_threads: CPU threads for the model; default the physical cores this process may use.
-        merge_projections: compute linear layers that read the same tensor as one (CPU only).
+        fuse_layers: compute a decoder layer of the common kind as a whole, in Foreword's own kernel (CPU only; needs
+            `prepack_weights` and `linear_kernel`).
         prepack_weights: store weights in the layout the CPU computes with (CPU only).
         linear_kernel: compute linear layers in prepacked weights with Foreword's own kernels where they were built, not
             with the CPU's matrix library.
@@ -90,7 +91,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     kv_cache_metrics: bool = False
     kv_cache_metrics_sample: float = 0.01
     num_threads: int | None = None
-    merge_projections: bool = True
+    fuse_layers: bool = True
     prepack_weights: bool = True
     linear_kernel: bool = True
     quantization: Quantization | None = None

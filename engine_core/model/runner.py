@@ -83,22 +83,9 @@ class ModelRunner:
         self._model = load_model(path, model_config, self._dtype, self._device)
         self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))
         shapes = probe_layers(self._model, model_config)
-        try:
-            apply_passes(
-                self._model,
-                model_config,
-                merge=config.merge_projections,
-                pack=config.prepack_weights,
-                kernel=config.linear_kernel,
-                quantization=config.quantization,
-            )
-        except PassError as error:
-            if config.quantization is not None:
-                raise InvalidConfigError(
-                    f"quantization: {model_config.model_type} in {config.quantization}: {error}"
-                ) from error
-            logger.warning("passes_skipped model_type=%s reason=%s", model_config.model_type, error)
-            self._model = load_model(path, model_config, self._dtype, self._device)
+        # Where steps are queued and computed apart, what is not torch's would not be.
+        if self._queue is None:
+            self._apply_passes(config, path, model_config)
         self._pictures = Pictures.of(self._model, model_config) if takes_pictures(model_config) else None
         if self._pictures is not None:
             check_pictures(
@@ -144,6 +131,24 @@ class ModelRunner:
             sum(cache.nbytes for caches in (self._key_caches, self._value_caches) for cache in caches.values()),
             time.monotonic() - started_s,
         )
+
+    def _apply_passes(self, config: EngineConfig, path: Path, model_config: Any) -> None:
+        try:
+            apply_passes(
+                self._model,
+                model_config,
+                fuse=config.fuse_layers,
+                pack=config.prepack_weights,
+                kernel=config.linear_kernel,
+                quantization=config.quantization,
+            )
+        except PassError as error:
+            if config.quantization is not None:
+                raise InvalidConfigError(
+                    f"quantization: {model_config.model_type} in {config.quantization}: {error}"
+                ) from error
+            logger.warning("passes_skipped model_type=%s reason=%s", model_config.model_type, error)
+            self._model = load_model(path, model_config, self._dtype, self._device)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

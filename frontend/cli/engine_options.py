@@ -38,9 +38,9 @@ def _engine_options(
             min=1,
         ),
     ] = None,
-    merge_projections: Annotated[
-        bool, option(_MODEL, "On a CPU, compute linear layers that read the same tensor as one.")
-    ] = _ENGINE.merge_projections,
+    fuse_layers: Annotated[
+        bool, option(_MODEL, "On a CPU, compute a decoder layer of the common kind as a whole.")
+    ] = _ENGINE.fuse_layers,
     prepack_weights: Annotated[
         bool, option(_MODEL, "On a CPU, store weights in the layout it computes with.")
     ] = _ENGINE.prepack_weights,

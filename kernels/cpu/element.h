@@ -134,6 +134,15 @@ INLINE vector load_some(const element *x, int64_t count) {
     return load(y);
 }
 
+INLINE vector load_some_floats(const float *x, int64_t count) {
+    float y[LANES] = {0};
+    if (count >= LANES)
+        return load_floats(x);
+    if (count > 0)
+        memcpy(y, x, count * sizeof(float));
+    return load_floats(y);
+}
+
 #if ELEMENT_BF16 && defined(__AVX512BF16__)
 
 typedef __m512bh operand;

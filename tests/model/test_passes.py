@@ -73,7 +73,7 @@ def test_logits_stay_what_they_were(
 ) -> None:
     model, config = load(model_directory(name), dtype)
     before = probe_logits(model, config)
-    apply_passes(model, config, merge=merge, pack=pack, kernel=kernel)
+    apply_passes(model, config, fuse=False, merge=merge, pack=pack, kernel=kernel)
     after = probe_logits(model, config)
     assert disagreement(before, after) <= tolerance(dtype)
     if dtype == torch.float32:
@@ -95,7 +95,7 @@ def test_every_linear_layer_of_a_decoder_is_reached(
     if not layer.is_usable(dtype):
         pytest.skip(f"no packed weights of {dtype} here")
     model, config = load(make_tiny_model("llama", tmp_path), dtype)
-    apply_passes(model, config, merge=True, pack=True, kernel=kernel)
+    apply_passes(model, config, fuse=False, merge=True, pack=True, kernel=kernel)
     modules = dict(model.named_modules())
     assert not any(isinstance(module, nn.Linear) for module in modules.values())
     merged = {own_name(path) for path, module in modules.items() if isinstance(module, MergedPart)}
@@ -107,7 +107,7 @@ def test_every_linear_layer_of_a_decoder_is_reached(
 def test_switched_off_nothing_changes(tmp_path: Path) -> None:
     model, config = load(make_tiny_model("llama", tmp_path))
     before = dict(model.named_modules())
-    apply_passes(model, config, merge=False, pack=False, kernel=True)
+    apply_passes(model, config, fuse=False, merge=False, pack=False, kernel=True)
     assert dict(model.named_modules()) == before
 
 

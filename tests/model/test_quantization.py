@@ -73,7 +73,7 @@ def test_logits_are_those_of_the_weights_that_the_codes_stand_for(
             quantize = quantize_int8 if quantization == "int8" or name == "lm_head" else quantize_int4
             module.weight.data = quantize(module.weight.data).dequantized(dtype).to(dtype)
     before = probe_logits(quantized, config)
-    apply_passes(quantized, config, merge=True, pack=True, kernel=True, quantization=quantization)
+    apply_passes(quantized, config, fuse=True, pack=True, kernel=True, quantization=quantization)
     actual = probe_logits(quantized, config)
     assert disagreement(probe_logits(expected_of, config), actual) < (1e-4 if dtype == torch.float32 else 0.2)
     assert disagreement(before, actual) > 1e-3

@@ -4,40 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaceableLinears:
-    """Layers, by path, that a forward called with one tensor and did nothing else with, in the order of its modules.
-
-    `samples` holds what each was first called with. Those with the same number in `inputs` were given the very same
-    tensor. A layer called more than once has none.
-    """
-
-    samples: dict[str, torch.Tensor]
-    inputs: dict[str, int]
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.samples)
-
-    def groups(self) -> list[list[str]]:
-        """Layers of one parent that read the same tensor: two or more each."""
-        groups: dict[tuple[str, int], list[str]] = {}
-        for name, number in self.inputs.items():
-            groups.setdefault((name.rpartition(".")[0], number), []).append(name)
-        return [names for names in groups.values() if len(names) > 1]
-
-
-def watch_linears(model: nn.Module, forward: Callable[[], Result]) -> tuple[ReplaceableLinears, Result]:
-    """Watch what `forward` does with the linear layers of `model`. Returns what was found and what `forward` returned.
+def watch_linears(model: nn.Module, forward: Callable[[], object]) -> dict[str, torch.Tensor]:
+    """Watch what `forward` does with the linear layers of `model`. Returns what those that may be replaced were first
+    called with, by path: it called them with one tensor and did nothing else with them.
 
     Never replaceable are subclasses (quantized or otherwise special), layers with hooks, and layers that are reached
     by more than one path.
@@ -46,19 +20,16 @@ def watch_linears(model: nn.Module, forward: Callable[[], Result]) -> tuple[Repl
     watched = {
         name: _WatchedLinear(module)
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and num_paths[id(module)] == 1 and not _has_hooks(module)
+        if type(module) is nn.Linear and num_paths[id(module)] == 1 and not has_hooks(module)
     }
     for name, layer in watched.items():
         replace(model, name, layer)
     try:
-        result = forward()
+        forward()
     finally:
         for name, layer in watched.items():
             replace(model, name, layer.linear)
-    used = {name: layer for name, layer in watched.items() if layer.inputs and not layer.is_more_than_called}
-    # The tensors are still there, so an id stands for one of them.
-    inputs = {name: id(layer.inputs[0]) for name, layer in used.items() if len(layer.inputs) == 1}
-    return ReplaceableLinears({name: layer.inputs[0] for name, layer in used.items()}, inputs), result
+    return {name: layer.inputs[0] for name, layer in watched.items() if layer.inputs and not layer.is_more_than_called}
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -97,7 +68,8 @@ class _WatchedLinear(nn.Module):
             return getattr(self.linear, name)
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anybody else does something when `module` is called."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

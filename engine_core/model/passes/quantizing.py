@@ -21,7 +21,7 @@ from .linear_layers import replace
 from .packed_layers import KernelLinear
 from .packing import check_same
 
-_QUANTIZE: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {"int8": quantize_int8, "int4": quantize_int4}
+QUANTIZE: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {"int8": quantize_int8, "int4": quantize_int4}
 # Whose weights exist twice while a layer is compared.
 _OUTPUTS_AT_ONCE = 4096
 
@@ -36,8 +36,8 @@ def check_quantization(config: EngineConfig, model_config: Any, dtype: torch.dty
     name = config.quantization
     if name is None:
         return
-    if name not in _QUANTIZE:
-        raise InvalidConfigError(f"quantization: {name!r} is none of {', '.join(_QUANTIZE)}")
+    if name not in QUANTIZE:
+        raise InvalidConfigError(f"quantization: {name!r} is none of {', '.join(QUANTIZE)}")
     if (theirs := getattr(model_config, "quantization_config", None)) is not None:
         method = theirs.get("quant_method") if isinstance(theirs, dict) else getattr(theirs, "quant_method", None)
         raise InvalidConfigError(f"quantization: the model's weights are quantized already ({method})")
@@ -73,7 +73,7 @@ def quantize_linears(
         linear = model.get_submodule(name)
         if not KernelLinear.is_usable(linear.weight.dtype):
             continue
-        weight = _QUANTIZE["int8" if linear is head else quantization](linear.weight.detach())
+        weight = QUANTIZE["int8" if linear is head else quantization](linear.weight.detach())
         layer = KernelLinear(linear, weight)
         check_same(name, _expected(sample, weight, linear.bias), layer(sample))
         replace(model, name, layer)
