@@ -14,7 +14,7 @@ from .attention_batch import AttentionBatch, CAttentionBatch
 from .compiled import library
 
 # As in cpu/attention.h.
-_MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 512
 
 
 class CAttention(ctypes.Structure):
@@ -45,7 +45,7 @@ def takes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tenso
     """Whether `attention` is available and computes with tensors like these."""
     tensors, caches = (query, key_cache, value_cache), (key_cache, value_cache)
     return (
-        all(x.dtype is query.dtype and x.is_cpu and x.stride(-1) == 1 and x.shape[-1] <= _MAX_HEAD_DIM for x in tensors)
+        all(x.dtype is query.dtype and x.is_cpu and x.stride(-1) == 1 and x.shape[-1] <= MAX_HEAD_DIM for x in tensors)
         and all(cache.stride(0) == cache.shape[1] * cache.stride(1) for cache in caches)
         and is_available(query.dtype)
     )

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from .attention import CAttention
+from .attention import MAX_HEAD_DIM, CAttention
 from .attention_batch import AttentionBatch, CAttentionBatch
 from .attention_tiles import LayerHeads
 from .compiled import library
@@ -196,6 +196,7 @@ class DecoderLayers:
             )
         )
         self._caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._block_size = 0
 
     def use(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """From now on the layers' keys and values are here: `[num_blocks, block_size, num_kv_heads, head_dim]` each.
@@ -203,10 +204,12 @@ class DecoderLayers:
         Raises:
             ValueError: a cache is not like that.
         """
+        block_size = caches[0][0].shape[1]
         for parts, layer, (keys, values) in zip(self.layers, self._on_c_side, caches, strict=True):
             for cache in (keys, values):
                 if (
                     cache.dtype is not parts.dtype
+                    or cache.shape[1] != block_size
                     or cache.shape[2:] != (parts.num_kv_heads, parts.head_dim)
                     or cache.stride(0) != cache.shape[1] * cache.stride(1)
                     or cache.stride(3) != 1
@@ -216,7 +219,7 @@ class DecoderLayers:
             attention.keys, attention.values = keys.data_ptr(), values.data_ptr()
             attention.key_slot_stride, attention.key_head_stride = keys.stride()[1:3]
             attention.value_slot_stride, attention.value_head_stride = values.stride()[1:3]
-        self._caches = list(caches)
+        self._caches, self._block_size = list(caches), block_size
 
     def __call__(
         self, x: torch.Tensor, angles: Angles | None, slots: torch.Tensor, batches: Sequence[AttentionBatch]
@@ -235,8 +238,12 @@ class DecoderLayers:
         if not self._caches or len(slots) != len(x) or slots.dtype is not torch.int64 or not slots.is_contiguous():
             raise ValueError(f"{len(x)} tokens have no place in {len(self._caches)} caches and {len(slots)} slots")
         for (heads, _), batch in zip(self.windows, batches, strict=True):
-            if batch.heads != heads or batch.on_c_side.num_tokens != len(x):
-                raise ValueError(f"a step of {batch.on_c_side.num_tokens} tokens and {batch.heads} is not for {heads}")
+            planned = batch.on_c_side
+            if (batch.heads, planned.num_tokens, planned.block_size) != (heads, len(x), self._block_size):
+                raise ValueError(
+                    f"a step of {planned.num_tokens} tokens in blocks of {planned.block_size} and {batch.heads} is not"
+                    f" for {len(x)} in blocks of {self._block_size} and {heads}"
+                )
         step.slots = slots.data_ptr()
         step.batches = (ctypes.POINTER(CAttentionBatch) * len(batches))(
             *(ctypes.pointer(batch.on_c_side) for batch in batches)
@@ -324,7 +331,9 @@ def _check(parts: LayerParts, first: LayerParts) -> None:
         norm = getattr(parts, name)
         if norm is not None and (len(norm.weight) not in allowed or norm.weight.dtype != torch.float32):
             raise ValueError(f"{name} is of {len(norm.weight)} values of {norm.weight.dtype}")
-    if parts.num_heads % parts.num_kv_heads or parts.rotary_dim > parts.head_dim or parts.rotary_dim % 2:
+    if parts.num_heads % parts.num_kv_heads or parts.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"attention does not take {parts.heads}")
+    if parts.rotary_dim > parts.head_dim or parts.rotary_dim % 2:
         raise ValueError(f"there is no rotation of {parts.rotary_dim} values in {parts.heads}")
     if (parts.dtype, parts.scratch_sizes, parts.rotary_dim) != (first.dtype, first.scratch_sizes, first.rotary_dim):
         raise ValueError("layers of different sizes or rotations do not follow each other")

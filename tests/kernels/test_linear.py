@@ -51,7 +51,8 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
 def test_sizes_need_not_be_multiples_of_anything(
     dtype: torch.dtype, in_features: int, out_features: int, bias: bool
 ) -> None:
-    weight, b = torch.randn(out_features, in_features, dtype=dtype), torch.randn(out_features, dtype=dtype) if bias else None
+    weight = torch.randn(out_features, in_features, dtype=dtype)
+    b = torch.randn(out_features, dtype=dtype) if bias else None
     packed = pack_weight(weight, b)
     for num_rows in (*range(40), 70, 118, 300):
         x = torch.randn(num_rows, in_features, dtype=dtype)
@@ -61,7 +62,7 @@ def test_sizes_need_not_be_multiples_of_anything(
 
 @needs_kernel
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_row_is_the_same_alone_and_in_any_batch_in_any_number_of_threads(dtype: torch.dtype, num_threads: int) -> None:
+def test_a_row_is_the_same_in_any_batch_and_any_number_of_threads(dtype: torch.dtype, num_threads: int) -> None:
     x, packed = torch.randn(150, 576, dtype=dtype), pack_weight(torch.randn(200, 576, dtype=dtype))
     torch.set_num_threads(1)
     alone = torch.cat([linear(x[row : row + 1], packed) for row in range(150)])

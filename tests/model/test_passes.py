@@ -1,5 +1,7 @@
 """The passes change how a model is computed and nothing else; what they do not understand they leave alone.
 
+This is about linear layers; whole decoder layers are in `test_fused_layers.py`.
+
 That greedy tokens stay the reference's is what `test_equality.py` shows, for passes are on unless switched off.
 """
 
@@ -18,8 +20,8 @@ from engine_core import EngineConfig
 from engine_core.model import passes
 from engine_core.model.loader import load_config, load_model
 from engine_core.model.passes import PassError, apply_passes
+from engine_core.model.passes.fusing import FusedLayers
 from engine_core.model.passes.linear_layers import watch_linears
-from engine_core.model.passes.merging import MergedPart, merge_linears
 from engine_core.model.passes.packed_layers import KernelLinear, OnednnLinear, padded_rows
 from engine_core.model.passes.packing import pack_linears, packed_layer
 from engine_core.model.probe import disagreement, probe_logits, tolerance
@@ -46,34 +48,18 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module
     return load_model(directory, config, dtype, CPU), config
 
 
-def own_name(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
 # The whole model
 
 
-@pytest.mark.parametrize(
-    ("dtype", "merge", "pack", "kernel"),
-    [
-        (torch.float32, True, False, False),
-        (torch.float32, False, True, False),
-        (torch.float32, True, True, False),
-        pytest.param(torch.float32, True, True, True, marks=needs_kernel),
-        (torch.bfloat16, True, False, False),
-        (torch.bfloat16, False, True, False),
-        (torch.bfloat16, True, True, False),
-        pytest.param(torch.bfloat16, False, True, True, marks=needs_kernel),
-        pytest.param(torch.bfloat16, True, True, True, marks=needs_kernel),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs_kernel)])
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
 def test_logits_stay_what_they_were(
-    name: str, merge: bool, pack: bool, kernel: bool, dtype: torch.dtype, model_directory: Callable[[str], Path]
+    name: str, kernel: bool, dtype: torch.dtype, model_directory: Callable[[str], Path]
 ) -> None:
     model, config = load(model_directory(name), dtype)
     before = probe_logits(model, config)
-    apply_passes(model, config, fuse=False, merge=merge, pack=pack, kernel=kernel)
+    apply_passes(model, config, fuse=False, pack=True, kernel=kernel)
     after = probe_logits(model, config)
     assert disagreement(before, after) <= tolerance(dtype)
     if dtype == torch.float32:
@@ -95,38 +81,36 @@ def test_every_linear_layer_of_a_decoder_is_reached(
     if not layer.is_usable(dtype):
         pytest.skip(f"no packed weights of {dtype} here")
     model, config = load(make_tiny_model("llama", tmp_path), dtype)
-    apply_passes(model, config, fuse=False, merge=True, pack=True, kernel=kernel)
+    linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    apply_passes(model, config, fuse=False, pack=True, kernel=kernel)
     modules = dict(model.named_modules())
     assert not any(isinstance(module, nn.Linear) for module in modules.values())
-    merged = {own_name(path) for path, module in modules.items() if isinstance(module, MergedPart)}
-    packed = {own_name(path) for path, module in modules.items() if isinstance(module, layer)}
-    assert merged == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-    assert packed == {"linear", "o_proj", "down_proj", "lm_head"}
+    assert {path for path, module in modules.items() if isinstance(module, layer)} == linears
 
 
 def test_switched_off_nothing_changes(tmp_path: Path) -> None:
     model, config = load(make_tiny_model("llama", tmp_path))
     before = dict(model.named_modules())
-    apply_passes(model, config, fuse=False, merge=False, pack=False, kernel=True)
+    apply_passes(model, config, fuse=True, pack=False, kernel=True)
     assert dict(model.named_modules()) == before
 
 
 def test_settings_reach_the_passes(tmp_path: Path) -> None:
     directory = make_tiny_model("llama", tmp_path)
-    layers = {nn.Linear, MergedPart, OnednnLinear, KernelLinear}
+    layers = {nn.Linear, FusedLayers, OnednnLinear, KernelLinear}
 
     def kinds(dtype: str = "float32", **settings: bool) -> set[type]:
         config = EngineConfig(model=str(directory), dtype=dtype, device="cpu", num_blocks=8, **settings)
         return {type(module) for module in ModelRunner(config)._model.modules()} & layers
 
-    assert kinds(merge_projections=False, prepack_weights=False) == {nn.Linear}
-    assert kinds(prepack_weights=False) == {nn.Linear, MergedPart}
+    assert kinds(prepack_weights=False) == {nn.Linear}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         if OnednnLinear.is_usable(dtype):
-            assert kinds(name, merge_projections=False, linear_kernel=False) == {OnednnLinear}
+            assert kinds(name, linear_kernel=False) == {OnednnLinear}
         if KernelLinear.is_usable(dtype):
-            assert kinds(name, merge_projections=False) == {KernelLinear}
+            assert kinds(name, fuse_layers=False) == {KernelLinear}
+            assert kinds(name) == {FusedLayers, KernelLinear}
 
 
 def test_half_precision_that_is_not_computed_in_is_not_packed(tmp_path: Path) -> None:
@@ -156,15 +140,15 @@ def test_a_pass_that_breaks_the_model_is_noticed_and_the_model_served_without(
 ) -> None:
     directory = make_tiny_model("llama", tmp_path)
 
-    def spoil(model: nn.Module, groups: list[list[str]]) -> dict[str, str]:
-        model.get_submodule(groups[0][0]).weight.neg_()
+    def spoil(model: nn.Module, *_: object, **__: object) -> dict[str, type[nn.Module]]:
+        model.get_output_embeddings().weight.neg_()
         return {}
 
-    monkeypatch.setattr(passes, "merge_linears", spoil)
+    monkeypatch.setattr(passes, "pack_linears", spoil)
     model, config = load(directory)
     expected = probe_logits(model, config)
     with pytest.raises(PassError, match=r"changed by \d+\.\d% of their spread"):
-        apply_passes(model, config, merge=True, pack=False, kernel=False)
+        apply_passes(model, config, fuse=False, pack=True, kernel=False)
 
     with caplog.at_level(logging.WARNING):
         runner = ModelRunner(EngineConfig(model=str(directory), dtype="float32", device="cpu", num_blocks=8))
@@ -188,7 +172,8 @@ def test_a_kernel_that_computes_something_else_is_noticed_and_the_model_served_w
     linear = linear_kernel.linear
     monkeypatch.setattr(linear_kernel, "linear", spoiled)
     with caplog.at_level(logging.WARNING):
-        runner = ModelRunner(EngineConfig(model=str(directory), dtype="bfloat16", device="cpu", num_blocks=8))
+        config = EngineConfig(model=str(directory), dtype="bfloat16", device="cpu", num_blocks=8, fuse_layers=False)
+        runner = ModelRunner(config)
     assert "passes_skipped" in caplog.text
     assert "in packed weights" in caplog.text
     assert not any(isinstance(module, KernelLinear) for module in runner._model.modules())
@@ -216,7 +201,7 @@ def test_no_weight_is_kept_beside_its_packed_form(
         return packed
 
     monkeypatch.setattr(passes, "pack_linears", pack_and_look)
-    apply_passes(model, config, merge=True, pack=True, kernel=True)
+    apply_passes(model, config, fuse=False, pack=True, kernel=True)
     assert alive_when_packed == ({"lm_head"} if tied else set())
 
 
@@ -225,7 +210,7 @@ def test_no_weight_is_kept_beside_its_packed_form(
 def test_packed_weights_leave_their_file(tmp_path: Path) -> None:
     model, config = load(make_tiny_model("llama", tmp_path))
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
-    apply_passes(model, config, merge=True, pack=True, kernel=True)
+    apply_passes(model, config, fuse=False, pack=True, kernel=True)
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
@@ -250,7 +235,9 @@ class SpecialLinear(nn.Linear):
 
 
 def replaceable(model: Layers) -> list[str]:
-    return watch_linears(model, lambda: model(torch.ones(2, 4)))[0].names
+    samples = watch_linears(model, lambda: model(torch.ones(2, 4)))
+    assert all(torch.equal(sample, torch.ones(2, 4)) for sample in samples.values())
+    return list(samples)
 
 
 def test_layers_that_are_merely_called_are_replaceable() -> None:
@@ -284,77 +271,6 @@ def test_watching_leaves_the_model_as_it_was_even_if_it_fails() -> None:
     with pytest.raises(ValueError, match="no"):
         replaceable(model)
     assert model.a is a
-
-
-def test_only_layers_of_one_parent_that_read_one_tensor_once_belong_together() -> None:
-    def run(m: Layers, x: torch.Tensor) -> None:
-        m.a(x), m.b(x), m.inner.c(x), m.d(x.clone()), m.e(x), m.e(x)
-
-    inner = Layers(lambda m, x: None, c=nn.Linear(4, 4))
-    model = Layers(run, **{name: nn.Linear(4, 4) for name in "abde"}, inner=inner)
-    found, _ = watch_linears(model, lambda: model(torch.ones(2, 4)))
-    assert set(found.names) == {"a", "b", "inner.c", "d", "e"}
-    assert found.groups() == [["a", "b"]]
-
-
-# Merging
-
-
-def merged_layers(bias: bool = True) -> tuple[Layers, list[nn.Linear]]:
-    originals = [nn.Linear(4, size, bias=bias) for size in (3, 5, 2)]
-    model = Layers(lambda m, x: None, **dict(zip("abc", originals, strict=True)))
-    assert merge_linears(model, [["a", "b", "c"]]) == dict.fromkeys("abc", "a.merged.linear")
-    return model, originals
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("calls", ["abc", "cab", "a", "aab", "abbac"])
-def test_merged_layers_give_what_each_gave(calls: str, bias: bool) -> None:
-    model, originals = merged_layers(bias)
-    for x in torch.randn(3, 2, 4):
-        for name in calls:
-            torch.testing.assert_close(getattr(model, name)(x), originals["abc".index(name)](x))
-
-
-def test_equal_content_is_not_the_same_tensor() -> None:
-    """Two tensors in turn, each in its own storage or not: nothing of one is taken for the other's."""
-    model, originals = merged_layers()
-    x, y = torch.randn(2, 4), torch.randn(2, 4)
-    torch.testing.assert_close(model.a(x), originals[0](x))
-    torch.testing.assert_close(model.b(y), originals[1](y))
-    torch.testing.assert_close(model.c(x), originals[2](x))
-
-
-def test_merged_layers_compute_once_and_keep_nothing() -> None:
-    model, _ = merged_layers()
-    merged, num_products = model.a.merged, 0
-
-    def count(*_: object) -> None:
-        nonlocal num_products
-        num_products += 1
-
-    merged.linear.register_forward_hook(count)
-    x = torch.randn(2, 4)
-    outputs = [layer(x) for layer in model.children()]
-    assert num_products == 1
-    kept = [weakref.ref(x), *map(weakref.ref, outputs)]
-    del x, outputs
-    assert [reference() for reference in kept] == [None] * 4
-
-
-def test_layers_that_do_not_go_together_are_not_merged() -> None:
-    tied = nn.Linear(4, 4, bias=False)
-    embedding = nn.Embedding(4, 4)
-    embedding.weight = tied.weight
-    model = Layers(
-        lambda m, x: None,
-        a=nn.Linear(4, 4, bias=True),
-        b=nn.Linear(4, 4, bias=False),
-        c=tied,
-        d=nn.Linear(4, 4, bias=False),
-        embedding=embedding,
-    )
-    assert merge_linears(model, [["a", "b"], ["c", "d"]]) == {}
 
 
 # Packing

@@ -17,7 +17,8 @@ from torch import nn
 from engine_core.config import Quantization
 from engine_core.model.attention import AttentionOptions, LayerKV, PagedKV
 from engine_core.model.probe import Probe
-from kernels.decoder_layers import Angles, DecoderLayers, LayerParts, LayerScratch, Norm
+from kernels.attention import MAX_HEAD_DIM
+from kernels.decoder_layers import Angles, DecoderLayers, LayerParts, LayerScratch, Norm, is_available
 from kernels.dispatch import uses_triton
 from kernels.linear import Activation, PackedWeight, pack_quantized, pack_weight
 
@@ -101,7 +102,7 @@ class FusedLayers(ComputedLayer):
         layer_kv: LayerKV,
         **_: Any,
     ) -> torch.Tensor:
-        x = hidden_states[0]
+        x = hidden_states[0].contiguous()
         if isinstance(layer_kv, PagedKV) and not uses_triton(x):
             return self._compute(x, position_embeddings, layer_kv)[None]
         for index, (layer_idx, parts) in enumerate(zip(self._indices, self._layers, strict=True)):
@@ -133,7 +134,11 @@ def parts_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def fuse_layers(
-    model: nn.Module, watched: dict[str, tuple[nn.Module, WatchedLayer]], *, join: bool, quantization: Quantization | None
+    model: nn.Module,
+    watched: dict[str, tuple[nn.Module, WatchedLayer]],
+    *,
+    join: bool,
+    quantization: Quantization | None,
 ) -> list[str]:
     """Replace those of the watched layers that compute nothing else than the kernel does, and return their paths.
 
@@ -148,7 +153,7 @@ def fuse_layers(
     # One layer after the other, so that few weights exist twice at any time.
     for name in list(watched):
         layer, seen = watched.pop(name)
-        if (parts := _layer_parts(seen, quantization)) is None:
+        if any(has_hooks(module) for module in layer.modules()) or (parts := _layer_parts(seen, quantization)) is None:
             continue
         fused = _Fused(seen.call, parts, layer.self_attn.layer_idx, _attributes(layer))
         _compare(name, layer, seen.call, FusedLayers([fused], scratch))
@@ -182,8 +187,7 @@ def _follows(fused: _Fused, before: _Fused) -> bool:
     return (
         call.x is call_before.y
         and (not fused.parts.rotary_dim or (call.cosines is call_before.cosines and call.sines is call_before.sines))
-        and (fused.parts.rotary_dim, fused.parts.scratch_sizes)
-        == (before.parts.rotary_dim, before.parts.scratch_sizes)
+        and (fused.parts.rotary_dim, fused.parts.scratch_sizes) == (before.parts.rotary_dim, before.parts.scratch_sizes)
     )
 
 
@@ -215,9 +219,11 @@ def _layer_parts(seen: WatchedLayer, quantization: Quantization | None) -> Layer
         or activation is None
         or None in norms.values()
         or len(linears) + num_other_parts != len(seen.parts)
-        or any(type(linear) is not nn.Linear or has_hooks(linear) for linear in linears)
+        or any(type(linear) is not nn.Linear or linear.weight.dtype is not seen.call.x.dtype for linear in linears)
         or seen.shape is None
         or seen.options is None
+        or seen.shape[2] > MAX_HEAD_DIM
+        or not is_available(seen.call.x.dtype)
     ):
         return None
     num_heads, num_kv_heads, head_dim = seen.shape
@@ -262,7 +268,7 @@ def _norm(module: nn.Module) -> Norm | None:
     """The root mean square norm that `module` is, whose weight may be stored less one; None if it is another."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
-    if not isinstance(epsilon, float) or parameters.keys() != {"weight"} or has_hooks(module):
+    if not isinstance(epsilon, float) or parameters.keys() != {"weight"}:
         return None
     exact, stored = copy.deepcopy(module).float(), parameters["weight"].detach().float()
     generator = torch.Generator().manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+
 def watch_linears(model: nn.Module, forward: Callable[[], object]) -> dict[str, torch.Tensor]:
     """Watch what `forward` does with the linear layers of `model`. Returns what those that may be replaced were first
     called with, by path: it called them with one tensor and did nothing else with them.

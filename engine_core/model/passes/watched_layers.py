@@ -1,8 +1,9 @@
 """Which decoder layers are of the common kind, found by watching a forward.
 
-Names say where to look: `self_attn`, `mlp`, `q_proj`. What is there must then do nothing but what `kernels.decoder_layers`
-does. A few tokens do not show that alone (a layer may clip what is large, or scale what is far from the beginning), so
-besides its output everything that a layer computes outside its linear layers, norms and activation is counted.
+Names say where to look: `self_attn`, `mlp`, `q_proj`. What is there must then do nothing but what
+`kernels.decoder_layers` does. A few tokens do not show that alone (a layer may clip what is large, or scale what is far
+from the beginning), so besides its output everything that a layer computes outside its linear layers, norms and
+activation is counted.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def _hooks(
         return args, kwargs | {"layer_kv": _WatchedKV(layer_kv, seen, counting)}
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if name in unusual:
+        # Others' hooks may have failed before ours.
+        if name in unusual or name not in watched:
             return
         counting.__exit__(None, None, None)
         if not isinstance(output, torch.Tensor):
@@ -108,10 +110,11 @@ def _hooks(
         watched[name][1].call.y = output
 
     yield layer.register_forward_pre_hook(before, with_kwargs=True)
-    yield layer.register_forward_hook(after)
+    # Also if they fail: a mode that is not left stays with its thread for ever.
+    yield layer.register_forward_hook(after, always_call=True)
     for part in parts.values():
         yield part.register_forward_pre_hook(lambda *_: counting.pause())
-        yield part.register_forward_hook(lambda *_: counting.resume())
+        yield part.register_forward_hook(lambda *_: counting.resume(), always_call=True)
 
 
 class _Counting(TorchDispatchMode):
