@@ -143,9 +143,8 @@ def _packed(
     weight: torch.Tensor,
 ) -> PackedWeight:
     out_features, in_features = weight.shape
-    return PackedWeight(
-        format, dtype, panels, scales, None if bias is None else _padded(bias.float()), in_features, out_features
-    )
+    own_bias = None if bias is None else _padded(bias.detach().to(torch.float32, copy=True))
+    return PackedWeight(format, dtype, panels, scales, own_bias, in_features, out_features)
 
 
 def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:

@@ -18,6 +18,7 @@ from benchmarks.perplexity import TEXT, contexts_of, perplexity
 from engine_core import EngineConfig, EngineCore, InvalidConfigError
 from engine_core.model.loader import load_config, load_model
 from engine_core.model.passes import apply_passes
+from engine_core.model.passes.fusing import FusedLayers
 from engine_core.model.passes.packed_layers import KernelLinear
 from engine_core.model.passes.quantizing import check_quantization, quantize_linears
 from engine_core.model.probe import disagreement, probe_logits
@@ -38,7 +39,16 @@ def config_of(directory: Path, **settings: object) -> EngineConfig:
 
 
 def formats_of(model: nn.Module) -> dict[str, Format]:
-    return {name: module._weight.format for name, module in model.named_modules() if isinstance(module, KernelLinear)}
+    """Of each weight, those in fused layers included."""
+    formats = {}
+    for name, module in model.named_modules():
+        if isinstance(module, KernelLinear):
+            formats[name] = module._weight.format
+        if isinstance(module, FusedLayers):
+            for index, parts in enumerate(module._layers):
+                weights = (parts.qkv, parts.output, parts.gate, parts.up, parts.down)
+                formats |= {f"{name}.{index}.{part}": weight.format for part, weight in enumerate(weights)}
+    return formats
 
 
 # What it costs
@@ -62,8 +72,9 @@ def test_perplexity_grows_by_little(smollm2: Path) -> None:
 @needs_kernel
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fuse", [False, True])
 def test_logits_are_those_of_the_weights_that_the_codes_stand_for(
-    quantization: str, dtype: torch.dtype, tmp_path: Path
+    quantization: str, fuse: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     directory = make_tiny_model("qwen2", tmp_path)
     config = load_config(directory)
@@ -73,7 +84,7 @@ def test_logits_are_those_of_the_weights_that_the_codes_stand_for(
             quantize = quantize_int8 if quantization == "int8" or name == "lm_head" else quantize_int4
             module.weight.data = quantize(module.weight.data).dequantized(dtype).to(dtype)
     before = probe_logits(quantized, config)
-    apply_passes(quantized, config, fuse=True, pack=True, kernel=True, quantization=quantization)
+    apply_passes(quantized, config, fuse=fuse, pack=True, kernel=True, quantization=quantization)
     actual = probe_logits(quantized, config)
     assert disagreement(probe_logits(expected_of, config), actual) < (1e-4 if dtype == torch.float32 else 0.2)
     assert disagreement(before, actual) > 1e-3
@@ -85,11 +96,14 @@ def test_logits_are_those_of_the_weights_that_the_codes_stand_for(
 @needs_kernel
 @both
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_linear_layer_is_quantized_and_the_head_in_8_bits(quantization: str, tied: bool, tmp_path: Path) -> None:
-    runner = ModelRunner(
-        config_of(make_tiny_model("llama", tmp_path, tie_word_embeddings=tied), quantization=quantization)
-    )
+@pytest.mark.parametrize("fuse", [False, True])
+def test_every_linear_layer_is_quantized_and_the_head_in_8_bits(
+    quantization: str, tied: bool, fuse: bool, tmp_path: Path
+) -> None:
+    directory = make_tiny_model("llama", tmp_path, tie_word_embeddings=tied)
+    runner = ModelRunner(config_of(directory, quantization=quantization, fuse_layers=fuse))
     formats = formats_of(runner._model)
+    assert len(formats) == 1 + 4 * (5 if fuse else 7)
     assert not any(isinstance(module, nn.Linear) for module in runner._model.modules())
     assert formats.pop("lm_head") is Format.INT8
     assert set(formats.values()) == {Format[quantization.upper()]}

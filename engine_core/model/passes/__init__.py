@@ -58,10 +58,9 @@ def apply_passes(
     if next(model.parameters()).device.type != "cpu" or not pack:
         return
     try:
-        layers, expected = watch_layers(model, parts_of, lambda: probe_logits(model, config))
-        fused: list[str] = []
-        if fuse and kernel:
-            fused = fuse_layers(model, layers, join=not _is_fed_between_layers(model), quantization=quantization)
+        wanted_parts_of = parts_of if fuse and kernel else lambda _: {}
+        layers, expected = watch_layers(model, wanted_parts_of, lambda: probe_logits(model, config))
+        fused = fuse_layers(model, layers, join=not _is_fed_between_layers(model), quantization=quantization)
         samples = watch_linears(model, lambda: probe_logits(model, config))
         packed: dict[str, type[torch.nn.Module]] = {}
         if quantization is None:

@@ -245,7 +245,7 @@ def _layer_parts(seen: WatchedLayer, quantization: Quantization | None) -> Layer
         scaling=seen.options.scaling,
         sliding_window=seen.options.sliding_window,
         softcap=seen.options.softcap,
-        sinks=seen.options.sinks,
+        sinks=None if seen.options.sinks is None else seen.options.sinks.detach().clone(),
     )
 
 
@@ -277,7 +277,8 @@ def _norm(module: nn.Module) -> Norm | None:
     for weight in (stored, 1 + stored):
         expected = F.rms_norm(x, (len(stored),), weight, epsilon)
         if torch.allclose(exact(x), expected, rtol=1e-5, atol=1e-6):
-            return Norm(weight, epsilon)
+            # A copy: what `stored` is may lie in a weight file.
+            return Norm(weight.clone(), epsilon)
     return None
 
 
