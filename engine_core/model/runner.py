@@ -83,10 +83,8 @@ class ModelRunner:
         self._model = load_model(path, model_config, self._dtype, self._device)
         self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))
         shapes = probe_layers(self._model, model_config)
-        # Where steps are queued and computed apart, what is not torch's would not be.
-        if self._queue is None:
-            self._apply_passes(config, path, model_config)
         self._pictures = Pictures.of(self._model, model_config) if takes_pictures(model_config) else None
+        # Before the passes: afterwards a model has no forward of its own to compare with.
         if self._pictures is not None:
             check_pictures(
                 self._model,
@@ -94,6 +92,9 @@ class ModelRunner:
                 self._pictures.encoder.num_deepstack,
                 lambda item: self._compute_alone(item, shapes),
             )
+        # Where steps are queued and computed apart, what is not torch's would not be.
+        if self._queue is None:
+            self._apply_passes(config, path, model_config)
         num_blocks = choose_num_blocks(
             config,
             block_bytes=sum(s.values_per_token for s in shapes.values()) * self._dtype.itemsize * config.block_size,
@@ -149,6 +150,7 @@ class ModelRunner:
                 ) from error
             logger.warning("passes_skipped model_type=%s reason=%s", model_config.model_type, error)
             self._model = load_model(path, model_config, self._dtype, self._device)
+            self._pictures = None if self._pictures is None else Pictures.of(self._model, model_config)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
