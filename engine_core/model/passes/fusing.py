@@ -60,15 +60,17 @@ _FLOAT32_TOLERANCES = (1e-4, 1e-6)
 _HALF_PRECISION_TOLERANCES = (3e-2, 1e-2)
 
 
-class ComputedLayer(nn.Module):
-    """Stands in for a decoder layer that one before it has computed. Who reads plain attributes of the original finds
-    them here.
-    """
+class _StandIn(nn.Module):
+    """For a decoder layer. Who reads plain attributes of the original finds them here."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         super().__init__()
         for name, value in attributes.items():
             setattr(self, name, value)
+
+
+class ComputedLayer(_StandIn):
+    """Stands in for a decoder layer that one before it has computed."""
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         return hidden_states
@@ -84,7 +86,7 @@ class _Fused:
     attributes: dict[str, Any]
 
 
-class FusedLayers(ComputedLayer):
+class FusedLayers(_StandIn):
     """Stands in for the first of some decoder layers, and computes all of them."""
 
     def __init__(self, layers: Sequence[_Fused], scratch: LayerScratch) -> None:

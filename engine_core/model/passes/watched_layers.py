@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from engine_core.model.attention import AttentionOptions, LayerKV
 
@@ -68,7 +69,7 @@ def watch_layers(
     """
     watched: dict[str, tuple[nn.Module, WatchedLayer]] = {}
     unusual: set[str] = set()
-    handles = []
+    handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
         if parts := parts_of(module):
             handles += _hooks(name, module, parts, watched, unusual)
@@ -86,7 +87,7 @@ def _hooks(
     parts: dict[str, nn.Module],
     watched: dict[str, tuple[nn.Module, WatchedLayer]],
     unusual: set[str],
-) -> Iterator[Any]:
+) -> Iterator[RemovableHandle]:
     counting = _Counting()
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
