@@ -86,7 +86,11 @@ def test_a_prompt_is_not_changed_by_its_company(family: Family) -> None:
         assert together == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
 
 
-def test_the_vision_tower_never_attends_through_us(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vision_tower_never_attends_through_us(
+    family: Family, vlm_directory: GetDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the decoder, where its layers are transformers' own."""
+    runner = make_runner(vlm_directory(family.name), fuse_layers=False)
     calls: list[str] = []
 
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -94,9 +98,9 @@ def test_the_vision_tower_never_attends_through_us(family: Family, monkeypatch: 
         return attention.attention_forward(module, *args, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.ATTENTION_NAME, forward)
-    by_hand = HandMade(family.runner, family.prompt("one"))
+    by_hand = HandMade(runner, family.prompt("one"))
     assert not calls
-    family.runner.launch([by_hand.tokens(0, by_hand.request.num_tokens)]).wait()
+    runner.launch([by_hand.tokens(0, by_hand.request.num_tokens)]).wait()
     assert calls
 
 
