@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.models.cohere.modeling_cohere import rotate_half as interleaved_rotate_half
@@ -29,6 +30,8 @@ from engine_core.model.probe import disagreement, probe_logits, tolerance
 from engine_core.model.runner import ModelRunner
 from kernels import decoder_layers
 from tests.tiny_models import TINY_ARCHITECTURES, make_tiny_model
+
+from .any_architecture import save_random_model, tiny_configs
 
 pytestmark = pytest.mark.skipif(not decoder_layers.is_available(torch.float32), reason="no compiler")
 
@@ -95,6 +98,18 @@ def test_layers_that_follow_each_other_are_computed_together(
     for layer, before in zip(model.model.layers, attributes, strict=False):
         for attribute in {"attention_type", "hidden_size"} & before.keys():
             assert getattr(layer, attribute) == before[attribute]
+
+
+@pytest.mark.parametrize("name", ["Phi3", "SeedOss"])
+def test_projections_that_are_one_layer_and_dropout_that_is_off_are_of_the_common_kind(
+    name: str, tmp_path: Path
+) -> None:
+    [config, *_] = tiny_configs(getattr(transformers, f"{name}Config"), windowed=False)
+    save_random_model(getattr(transformers, f"{name}ForCausalLM"), config, tmp_path)
+    model, config = load(tmp_path)
+    before = probe_logits(model, config)
+    assert fuse(model, config) == [config.num_hidden_layers]
+    assert disagreement(before, probe_logits(model, config)) <= tolerance(torch.float32)
 
 
 def test_only_pictures_are_fed_between_layers(vlm_directory: Callable[[str], Path]) -> None:

@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 # What rotates queries and keys, what gates, and the two residuals.
 ROTARY_OPERATIONS = Counter(mul=4, add=2, neg=2)
 OTHER_OPERATIONS = Counter(mul=1, add=2)
-# They move values or look at them in another way.
+# They move values or look at them in another way; `dropout` does nothing but in training.
 _MOVING = frozenset(
-    "_to_copy _unsafe_view alias cat clone copy_ detach empty expand permute reshape select slice split"
+    "_to_copy _unsafe_view alias cat chunk clone copy_ detach dropout empty expand permute reshape select slice split"
     " split_with_sizes squeeze t to transpose unsqueeze view".split()
 )
 
