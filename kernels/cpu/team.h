@@ -1,8 +1,8 @@
 /* Threads that go through a computation together, phase by phase, inside one parallel region of OpenMP.
  *
  * Starting a region for each of a layer's dozen steps costs more than the steps of a small model. Within one region,
- * threads wait for each other between phases by looking at a number: for some microseconds at once, then letting
- * others run. A phase's tasks are dealt out evenly and in order, so that each thread reads memory from one end to the
+ * threads wait for each other between phases by looking at a number, and after some ten microseconds asleep: whom they
+ * wait for may have lost its core to another process, and can have theirs. A phase's tasks are dealt out evenly and in order, so that each thread reads memory from one end to the
  * other, and one that has done its own takes over what others have not begun: a thread that has to share its core with
  * another process holds nobody up for longer than a task.
  */
@@ -14,9 +14,16 @@
 #include <sched.h>
 #include <stdatomic.h>
 
+#if defined(__linux__)
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "element.h"
 
-enum { MAX_THREADS = 256, SPINS = 4096, CACHE_LINE = 64 };
+enum { MAX_THREADS = 256, SPINS = 1000, CACHE_LINE = 64 };
 
 typedef struct {
     /* How many tasks of its share of an even and of an odd phase are taken. */
@@ -24,7 +31,8 @@ typedef struct {
 } Member;
 
 typedef struct {
-    _Alignas(CACHE_LINE) _Atomic int64_t arrived; /* at the end of any phase */
+    _Alignas(CACHE_LINE) _Atomic uint32_t arrived; /* at the end of any phase, all phases together */
+    _Atomic uint32_t asleep;                       /* how many are, or are about to be */
     Member members[MAX_THREADS];
 } Team;
 
@@ -32,21 +40,45 @@ typedef struct {
 typedef struct {
     Team *team;
     int rank, num_threads;
-    int64_t phase;
+    uint32_t phase;
 } Worker;
+
+/* Whether `team` has `all` of a phase's arrivals; they are counted modulo 2^32. */
+INLINE int have_arrived(Team *team, uint32_t all) { return (int32_t)(atomic_load(&team->arrived) - all) >= 0; }
+
+static inline void sleep_until_arrived(Team *team, uint32_t all) {
+#if defined(__linux__)
+    atomic_fetch_add(&team->asleep, 1);
+    for (uint32_t arrived; (int32_t)((arrived = atomic_load(&team->arrived)) - all) < 0;)
+        syscall(SYS_futex, &team->arrived, FUTEX_WAIT_PRIVATE, arrived, NULL, NULL, 0);
+    atomic_fetch_sub(&team->asleep, 1);
+#else
+    while (!have_arrived(team, all))
+        sched_yield();
+#endif
+}
+
+INLINE void wake(Team *team) {
+#if defined(__linux__)
+    if (atomic_load(&team->asleep))
+        syscall(SYS_futex, &team->arrived, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#else
+    (void)team;
+#endif
+}
 
 /* Wait until all are here: what they have written is seen, and the next phase begins. */
 INLINE void end_phase(Worker *w) {
     Team *team = w->team;
-    const int64_t all = ++w->phase * w->num_threads;
+    const uint32_t all = ++w->phase * (uint32_t)w->num_threads;
     if (w->num_threads > 1) {
-        atomic_fetch_add(&team->arrived, 1);
-        for (int spins = 0; atomic_load(&team->arrived) < all; spins++) {
-            if (spins >= SPINS)
-                sched_yield();
+        if (atomic_fetch_add(&team->arrived, 1) + 1 == all)
+            wake(team);
+        for (int spins = 0; !have_arrived(team, all); spins++) {
+            if (spins == SPINS)
+                sleep_until_arrived(team, all);
 #if defined(__x86_64__)
-            else
-                __builtin_ia32_pause();
+            __builtin_ia32_pause();
 #endif
         }
     }
@@ -79,6 +111,7 @@ INLINE int64_t next_task(Tasks *t) {
 
 INLINE void gather_team(Team *team, int num_threads) {
     atomic_init(&team->arrived, 0);
+    atomic_init(&team->asleep, 0);
     for (int i = 0; i < num_threads; i++)
         for (int parity = 0; parity < 2; parity++)
             atomic_init(&team->members[i].taken[parity], 0);
