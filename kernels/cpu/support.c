@@ -1,15 +1,13 @@
 #include "element.h"
 
-/* Whether this CPU has the instructions that the library was compiled for. Those with tile registers (AMX) are left to
- * libraries that use them. */
+/* Whether this CPU has the instructions that the library was compiled for. */
 EXPORT int is_supported(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
 #endif
 #if defined(__AVX512BF16__)
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           !__builtin_cpu_supports("amx-bf16");
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #elif defined(__AVX2__)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #else

@@ -25,6 +25,7 @@ from engine_core import EngineConfig
 from engine_core.model.loader import load_config, load_model
 from engine_core.model.passes import PassError, apply_passes, fusing
 from engine_core.model.passes.fusing import ComputedLayer, FusedLayers, parts_of
+from engine_core.model.passes.packed_layers import KernelLinear, OnednnLinear
 from engine_core.model.passes.watched_layers import watch_layers
 from engine_core.model.probe import disagreement, probe_logits, tolerance
 from engine_core.model.runner import ModelRunner
@@ -42,6 +43,12 @@ CPU = torch.device("cpu")
 def inference() -> object:
     with torch.inference_mode():
         yield
+
+
+@pytest.fixture(autouse=True)
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU without AMX, whichever this is."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -277,6 +284,22 @@ def test_where_the_kernel_was_not_built_linear_layers_are_packed(
     monkeypatch.setattr(fusing, "is_available", lambda _: False)
     assert fuse(*llama) == []
     assert not any(isinstance(module, nn.Linear) for module in llama[0].modules())
+
+
+@pytest.mark.skipif(not OnednnLinear.is_usable(torch.bfloat16), reason="oneDNN does not compute in bfloat16 here")
+def test_where_the_cpu_has_tiles_only_quantized_layers_are_fused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN computes in them, but not with quantized weights."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    directory = make_tiny_model("llama", tmp_path)
+    model, config = load(directory, torch.bfloat16)
+    assert fuse(model, config) == []
+    assert {type(module) for module in model.modules()} & {OnednnLinear, KernelLinear} == {OnednnLinear}
+    model, config = load(directory, torch.bfloat16)
+    apply_passes(model, config, fuse=True, pack=True, kernel=True, quantization="int8")
+    assert any(isinstance(module, FusedLayers) for module in model.modules())
+    assert fuse(*load(directory)) != []
 
 
 def test_other_types_are_left_alone(tmp_path: Path) -> None:

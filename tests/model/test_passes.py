@@ -43,6 +43,12 @@ def inference() -> object:
         yield
 
 
+@pytest.fixture(autouse=True)
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU without AMX, whichever this is."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, object]:
     config = load_config(directory)
     return load_model(directory, config, dtype, CPU), config
@@ -124,6 +130,14 @@ def test_where_the_kernel_was_not_built_onednn_computes(monkeypatch: pytest.Monk
     monkeypatch.setattr(linear_kernel, "is_available", lambda _: False)
     for dtype in (torch.float32, torch.bfloat16):
         assert packed_layer(dtype, kernel=True) is (OnednnLinear if OnednnLinear.is_usable(dtype) else None)
+
+
+@needs_kernel
+@pytest.mark.skipif(not OnednnLinear.is_usable(torch.bfloat16), reason="oneDNN does not compute in bfloat16 here")
+def test_onednn_computes_in_the_types_that_the_cpu_has_tiles_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert packed_layer(torch.bfloat16, kernel=True) is OnednnLinear
+    assert packed_layer(torch.float32, kernel=True) is KernelLinear
 
 
 @needs_kernel

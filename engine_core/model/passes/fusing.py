@@ -23,6 +23,8 @@ from kernels.dispatch import uses_triton
 from kernels.linear import Activation, PackedWeight, pack_quantized, pack_weight
 
 from .linear_layers import has_hooks, replace
+from .packed_layers import KernelLinear
+from .packing import packed_layer
 from .quantizing import QUANTIZE
 from .watched_layers import OTHER_OPERATIONS, ROTARY_OPERATIONS, WatchedCall, WatchedLayer
 
@@ -226,6 +228,8 @@ def _layer_parts(seen: WatchedLayer, quantization: Quantization | None) -> Layer
         or seen.options is None
         or seen.shape[2] > MAX_HEAD_DIM
         or not is_available(seen.call.x.dtype)
+        # Quantized weights are computed with nowhere else.
+        or (quantization is None and packed_layer(seen.call.x.dtype, kernel=True) is not KernelLinear)
     ):
         return None
     num_heads, num_kv_heads, head_dim = seen.shape

@@ -48,6 +48,11 @@ class OnednnLinear(nn.Module):
             return False
         return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
+    @staticmethod
+    def uses_tiles(dtype: torch.dtype) -> bool:
+        """Whether this CPU multiplies `dtype` in tile registers (AMX), which our own kernel does not use."""
+        return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self._out_features)

@@ -17,6 +17,8 @@ _HALF_PRECISION_TOLERANCE = 1e-2
 
 def packed_layer(dtype: torch.dtype, *, kernel: bool) -> type[KernelLinear] | type[OnednnLinear] | None:
     """What computes fastest here in packed weights of `dtype`; None if nothing does. `kernel` allows our own."""
+    if OnednnLinear.is_usable(dtype) and OnednnLinear.uses_tiles(dtype):
+        return OnednnLinear
     if kernel and KernelLinear.is_usable(dtype):
         return KernelLinear
     return OnednnLinear if OnednnLinear.is_usable(dtype) else None
