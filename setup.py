@@ -7,11 +7,13 @@ from setuptools import Extension, setup
 
 ON_X86 = platform.machine() in {"x86_64", "AMD64"}
 INSTRUCTION_SETS = {
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx2", "-mfma"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "avx2": ["-mavx2", "-mfma"],
     "portable": [],
 }
 ELEMENT_TYPES = {"bf16": ["-DELEMENT_BF16=1"], "f32": []}
+# Not for float32, too: many a CPU with AVX-512 has no bfloat16.
+OF_BOTH = {("avx512", "bf16"): ["-mavx512bf16"]}
 
 setup(
     ext_modules=[
@@ -21,7 +23,10 @@ setup(
             sorted(str(path) for path in Path("kernels/cpu").glob("*.c")),
             depends=sorted(str(path) for path in Path("kernels/cpu").glob("*.h")),
             # OpenMP not for the linker as well: kernels/compiled.py says why.
-            extra_compile_args=["-O3", "-fopenmp", "-fvisibility=hidden", *instructions, *element],
+            extra_compile_args=[
+                *("-O3", "-fopenmp", "-fvisibility=hidden"),
+                *(*instructions, *element, *OF_BOTH.get((instruction_set, element_type), ())),
+            ],
             # Foreword works without it.
             optional=True,
         )
