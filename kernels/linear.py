@@ -147,6 +147,16 @@ def _packed(
     return PackedWeight(format, dtype, panels, scales, own_bias, in_features, out_features)
 
 
+def rows_of(weight: PackedWeight, outputs: torch.Tensor) -> torch.Tensor:
+    """`F.embedding`: the weights of some `outputs`, int64 of any shape, `[..., in_features]`; not of quantized weights.
+
+    Raises:
+        IndexError: there is no such output; one that its last panel would have room for is all zeros.
+    """
+    rows = weight.panels[outputs // _PANEL, :, outputs % _PANEL]
+    return rows.flatten(-2)[..., : weight.in_features]
+
+
 def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """`F.linear` of `x` `[..., in_features]`: sums in float32, rounded once. Gradients are not recorded.
 

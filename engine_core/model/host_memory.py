@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,13 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     return min([available, *_left_in_groups(root)])
+
+
+def give_back_freed_memory() -> None:
+    """What was freed goes back to the system, where the C library keeps it for itself otherwise (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:

@@ -28,6 +28,7 @@ from .device_queue import CudaQueue, DeviceQueue
 from .fingerprint import cache_namespace, model_fingerprint, tokenizer_digest
 from .forward import step_logits
 from .head_replay import decoding_once
+from .host_memory import give_back_freed_memory
 from .input_batch import InputBatch, SampledTokens, StepLayout, build_input_batch, lay_out
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, takes_pictures
 from .logit_rules import LogitRules
@@ -95,6 +96,8 @@ class ModelRunner:
         # Where steps are queued and computed apart, what is not torch's would not be.
         if self._queue is None:
             self._apply_passes(config, path, model_config)
+        # Of loading: weights as they were, and what brought them into another layout.
+        give_back_freed_memory()
         num_blocks = choose_num_blocks(
             config,
             block_bytes=sum(s.values_per_token for s in shapes.values()) * self._dtype.itemsize * config.block_size,
@@ -149,8 +152,12 @@ class ModelRunner:
                     f"quantization: {model_config.model_type} in {config.quantization}: {error}"
                 ) from error
             logger.warning("passes_skipped model_type=%s reason=%s", model_config.model_type, error)
-            self._model = load_model(path, model_config, self._dtype, self._device)
-            self._pictures = None if self._pictures is None else Pictures.of(self._model, model_config)
+        else:
+            return
+        # Not before the error is forgotten, which knows the broken model, nor with that still there.
+        self._model = None
+        self._model = load_model(path, model_config, self._dtype, self._device)
+        self._pictures = None if self._pictures is None else Pictures.of(self._model, model_config)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -278,7 +285,7 @@ class ModelRunner:
         the host, as it does in torch.
         """
         sizes = capture_sizes(config)
-        computes_apart = uses_triton(self._model.get_input_embeddings().weight)
+        computes_apart = uses_triton(next(self._model.parameters()))
         if self._queue is None or not computes_apart or config.enforce_eager or not sizes:
             return None
         return DecodeGraphs(
@@ -335,5 +342,5 @@ class ModelRunner:
 
 def _vocab_size(model: Any, model_config: Any) -> int:
     """Ids that have an embedding and are meant to."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = model.get_input_embeddings().num_embeddings
     return min(rows, model_config.get_text_config(decoder=True).vocab_size)

@@ -29,7 +29,7 @@ INLINE vector activate(Activation kind, vector x) {
     case GELU:
         return gelu(x);
     case RELU:
-        return larger_of(x, (vector){});
+        return choose(x < 0.0f, (vector){}, x); /* which leaves what is not a number */
     default:
         return x;
     }

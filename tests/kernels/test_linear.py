@@ -13,7 +13,7 @@ import torch
 
 from kernels import linear as linear_kernel
 from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, library, load
-from kernels.linear import linear, pack_weight
+from kernels.linear import linear, pack_weight, rows_of
 
 needs_kernel = pytest.mark.skipif(library(torch.float32) is None, reason="no compiler")
 
@@ -93,6 +93,16 @@ def test_nothing_is_written_beside_the_output(dtype: torch.dtype) -> None:
     linear_kernel.library(dtype).linear(ctypes.byref(product), 2)
     assert torch.equal(y[1:12], linear(x, packed))
     assert (y[[0, 12]] == 7).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (33, 8), (64, 7)])
+def test_rows_are_found_in_a_packed_weight(dtype: torch.dtype, out_features: int, in_features: int) -> None:
+    weight = torch.randn(out_features, in_features, dtype=dtype)
+    outputs = torch.randint(out_features, (3, 5))
+    assert torch.equal(rows_of(pack_weight(weight), outputs), weight[outputs])
+    with pytest.raises(IndexError):
+        rows_of(pack_weight(weight), torch.tensor([64]))
 
 
 @needs_kernel

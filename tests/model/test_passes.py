@@ -22,7 +22,7 @@ from engine_core.model.loader import load_config, load_model
 from engine_core.model.passes import PassError, apply_passes
 from engine_core.model.passes.fusing import FusedLayers
 from engine_core.model.passes.linear_layers import watch_linears
-from engine_core.model.passes.packed_layers import KernelLinear, OnednnLinear, padded_rows
+from engine_core.model.passes.packed_layers import KernelLinear, OnednnLinear, PackedEmbedding, padded_rows
 from engine_core.model.passes.packing import pack_linears, packed_layer
 from engine_core.model.probe import disagreement, probe_logits, tolerance
 from engine_core.model.runner import ModelRunner
@@ -200,7 +200,7 @@ def test_a_kernel_that_computes_something_else_is_noticed_and_the_model_served_w
 def test_no_weight_is_kept_beside_its_packed_form(
     tied: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for embeddings, which a tied head shares."""
+    """Nor embeddings that a tied head has: they are looked up there."""
     model, config = load(make_tiny_model("llama", tmp_path, tie_word_embeddings=tied), dtype)
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     weights = {name: weakref.ref(module.weight) for name, module in linears}
@@ -216,7 +216,30 @@ def test_no_weight_is_kept_beside_its_packed_form(
 
     monkeypatch.setattr(passes, "pack_linears", pack_and_look)
     apply_passes(model, config, fuse=False, pack=True, kernel=True)
-    assert alive_when_packed == ({"lm_head"} if tied else set())
+    assert alive_when_packed == set()
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_embeddings_are_looked_up_in_the_packed_head(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, config = load(make_tiny_model("llama", tmp_path, tie_word_embeddings=True, vocab_size=331), dtype)
+    ids = torch.tensor([[0, 330, 31, 32, 33], [5, 5, 299, 1, 64]])
+    expected = model.get_input_embeddings()(ids)
+    apply_passes(model, config, fuse=True, pack=True, kernel=True)
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, PackedEmbedding)
+    assert embeddings.num_embeddings == 331
+    assert torch.equal(embeddings(ids), expected)
+
+
+@needs_kernel
+def test_tied_embeddings_that_are_more_than_looked_up_stay(tmp_path: Path) -> None:
+    """Gemma scales them."""
+    model, config = load(make_tiny_model("gemma3_text", tmp_path, tie_word_embeddings=True))
+    expected = model.get_input_embeddings()(torch.arange(9))
+    apply_passes(model, config, fuse=True, pack=True, kernel=True)
+    assert torch.equal(model.get_input_embeddings()(torch.arange(9)), expected)
+    assert not isinstance(model.get_input_embeddings(), PackedEmbedding)
 
 
 @needs_packing

@@ -43,7 +43,7 @@ def formats_of(model: nn.Module) -> dict[str, Format]:
     formats = {}
     for name, module in model.named_modules():
         if isinstance(module, KernelLinear):
-            formats[name] = module._weight.format
+            formats[name] = module.weight.format
         if isinstance(module, FusedLayers):
             for index, parts in enumerate(module._layers):
                 weights = (parts.qkv, parts.output, parts.gate, parts.up, parts.down)

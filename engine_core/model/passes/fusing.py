@@ -266,7 +266,10 @@ def _rotary_dim(seen: WatchedLayer) -> int | None:
 
 def _activation(module: nn.Module) -> Activation | None:
     x = torch.linspace(-12, 12, 1001)
-    y = module(x)
+    try:
+        y = module(x)
+    except Exception:  # one that takes something else is another
+        return None
     return next((kind for kind, compute in _FUNCTIONS.items() if torch.allclose(y, compute(x), atol=1e-6)), None)
 
 

@@ -10,12 +10,12 @@ from kernels.quantize import QuantizedWeight
 
 
 class KernelLinear(nn.Module):
-    """`linear`, computed by Foreword's own kernel; with `quantized` in place of its weight, if that is given."""
+    """`linear`, computed by Foreword's own kernel with `weight`: its own, or `quantized` if that is given."""
 
     def __init__(self, linear: nn.Linear, quantized: QuantizedWeight | None = None) -> None:
         super().__init__()
         weight = linear.weight.detach()
-        self._weight = (
+        self.weight = (
             linear_kernel.pack_weight(weight, linear.bias)
             if quantized is None
             else linear_kernel.pack_quantized(quantized, weight.dtype, linear.bias)
@@ -27,7 +27,20 @@ class KernelLinear(nn.Module):
         return linear_kernel.is_available(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_kernel.linear(x, self._weight)
+        return linear_kernel.linear(x, self.weight)
+
+
+class PackedEmbedding(nn.Module):
+    """Embeddings that are the weight of an output head, looked up there."""
+
+    def __init__(self, embedding: nn.Embedding, head: KernelLinear) -> None:
+        super().__init__()
+        self.num_embeddings = embedding.num_embeddings
+        self.embedding_dim = embedding.embedding_dim
+        self._weight = head.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return linear_kernel.rows_of(self._weight, ids)
 
 
 class OnednnLinear(nn.Module):

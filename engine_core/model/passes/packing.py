@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .linear_layers import replace
-from .packed_layers import KernelLinear, OnednnLinear
+from .packed_layers import KernelLinear, OnednnLinear, PackedEmbedding
 
 # Shares of the output's norm. Adding up in another order stays far below them.
 _FLOAT32_TOLERANCE = 1e-4
@@ -27,13 +27,14 @@ def packed_layer(dtype: torch.dtype, *, kernel: bool) -> type[KernelLinear] | ty
 def pack_linears(model: nn.Module, samples: Mapping[str, torch.Tensor], *, kernel: bool) -> dict[str, type[nn.Module]]:
     """Pack the `nn.Linear`s at these paths, one after the other, so that few weights exist twice at any time.
 
-    An output head tied to the embeddings is packed too, as a copy: looking up embeddings needs the plain layout.
-    `samples` are tensors they were called with. Returns the paths of those that were packed, and what they are now.
+    Embeddings that are tied to an output head are looked up in its packed form, if that is our kernel's and they are
+    merely looked up; else they stay as they are. `samples` are tensors they were called with. Returns the paths of those that were packed, and what they are now.
 
     Raises:
         ArithmeticError: for its sample, a packed layer gives something else than before by more than rounding.
     """
     packed: dict[str, type[nn.Module]] = {}
+    embedding_names = [name for name, module in model.named_modules() if type(module) is nn.Embedding]
     for name, sample in samples.items():
         linear = model.get_submodule(name)
         kind = packed_layer(linear.weight.dtype, kernel=kernel)
@@ -42,6 +43,11 @@ def pack_linears(model: nn.Module, samples: Mapping[str, torch.Tensor], *, kerne
             check_same(name, linear(sample), layer(sample))
             replace(model, name, layer)
             packed[name] = kind
+            if isinstance(layer, KernelLinear):
+                for embedding_name in embedding_names:
+                    embedding = model.get_submodule(embedding_name)
+                    if isinstance(embedding, nn.Embedding) and embedding.weight is linear.weight:
+                        replace(model, embedding_name, PackedEmbedding(embedding, layer))
     return packed
 
 
