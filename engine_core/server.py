@@ -28,7 +28,12 @@ from ipc.curve import EngineKeys
 from ipc.key_files import KeyFileError, load_key_pair
 from ipc.logs import configure_logging
 from ipc.messages import EngineOutputs, RequestError, RequestOutput
-from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_open_files_limit
+from ipc.process import (
+    STARTUP_FAILURE_EXIT_CODE,
+    exit_with_supervisor,
+    raise_open_files_limit,
+    spare_garbage_collector,
+)
 from ipc.sockets import check_listenable
 
 from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, Stop, Supply
@@ -199,6 +204,7 @@ def run_process(
     signal.signal(signal.SIGTERM, lambda *_: server.drain(drain_timeout_s))
     signal.signal(signal.SIGINT, lambda *_: server.stop())
     capabilities = server.engine.capabilities
+    spare_garbage_collector()
     logger.info(
         "engine_ready epoch=%d model=%s blocks=%d block_size=%d max_model_len=%d load_s=%.1f",
         server.link.epoch,

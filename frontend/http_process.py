@@ -26,7 +26,12 @@ from frontend.prompt.pictures import ChatPictures
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
 from ipc.logs import configure_logging
-from ipc.process import STARTUP_FAILURE_EXIT_CODE, exit_with_supervisor, raise_open_files_limit
+from ipc.process import (
+    STARTUP_FAILURE_EXIT_CODE,
+    exit_with_supervisor,
+    raise_open_files_limit,
+    spare_garbage_collector,
+)
 from ipc.threads import tokenize_where_called
 
 from .announcement import announcement
@@ -119,6 +124,7 @@ async def _announce(client: EnginePool, server: uvicorn.Server, url: str, text: 
     await client.wait_ready()
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.05)
+    spare_garbage_collector()
     logger.info("http_ready url=%s", url)
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -7,6 +7,7 @@ dies, however it dies, the kernel closes the pipe.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -44,6 +45,14 @@ def raise_open_files_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         logger.info("open_files_limit_raised soft=%d was=%d hard=%d", wanted, soft, hard)
+
+
+def spare_garbage_collector() -> None:
+    """Nothing that exists now is garbage, nor looked at again: half a million objects of libraries and a model, which a
+    full collection would go through in the middle of somebody's answer.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _wait_for_end_of_stdin(endpoint: str | None) -> None:

@@ -1,11 +1,14 @@
-"""A process that serves many connections allows itself as many open files."""
+"""A process that serves many connections allows itself as many open files, and stops for no garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from ipc.process import spare_garbage_collector
 
 _RAISE = """
 import logging, resource, sys
@@ -29,3 +32,11 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 def test_the_soft_limit_is_raised_to_the_hard_one(soft: int, hard: int, said: list[str]) -> None:
     argv = [sys.executable, "-c", _RAISE, str(soft), str(hard)]
     assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines() == said
+
+
+def test_what_exists_is_no_longer_looked_at_by_the_garbage_collector() -> None:
+    try:
+        spare_garbage_collector()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()

@@ -28,7 +28,8 @@ def pack_linears(model: nn.Module, samples: Mapping[str, torch.Tensor], *, kerne
     """Pack the `nn.Linear`s at these paths, one after the other, so that few weights exist twice at any time.
 
     Embeddings that are tied to an output head are looked up in its packed form, if that is our kernel's and they are
-    merely looked up; else they stay as they are. `samples` are tensors they were called with. Returns the paths of those that were packed, and what they are now.
+    merely looked up; else they stay as they are. `samples` are tensors the layers were called with. Returns the paths
+    of those that were packed, and what they are now.
 
     Raises:
         ArithmeticError: for its sample, a packed layer gives something else than before by more than rounding.
