@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -120,12 +121,23 @@ def _convert_apart(weights: Path, directory: Path) -> None:
 
 @contextmanager
 def _no_signals() -> Iterator[None]:
-    """They come afterwards: a child whose making is interrupted would be nobody's to end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+    """They come afterwards: a child whose making is interrupted would be nobody's to end.
+
+    Blocking them would not do: another thread may be given them, and Python handles them in the main one all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda which, _: came.append(which)) for number in _ENDING_SIGNALS}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            # None is one that Python does not know and cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _convert(weights: Path, directory: Path) -> None:
@@ -218,8 +230,6 @@ def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int]:
 
 def main() -> None:
     """Convert the file given into the directory given; a reason for not doing so goes to standard output."""
-    # Whoever made us held them back meanwhile, and a child inherits that.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
     configure_logging("convert")
     exit_with_supervisor()
     try:

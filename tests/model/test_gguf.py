@@ -165,3 +165,24 @@ def test_an_unknown_pre_tokenizer_is_reported(
 
 def test_every_end_of_turn_token_counts_once() -> None:
     assert gguf._end_of_turn_ids({"eos_token_id": 5, "eot_token_id": 7, "eom_token_id": 5}) == [5, 7]
+
+
+def test_a_signal_waits_until_the_child_is_known_even_if_another_thread_is_given_it() -> None:
+    """Python handles it in the main thread, in the middle of whatever that does: a masked signal is no help."""
+    code = """
+import os, signal, threading
+from engine_core.model import gguf
+
+done = threading.Event()
+threading.Thread(target=done.wait, daemon=True).start()
+made = False
+try:
+    with gguf._no_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.wait(0.2)
+        made = True
+except KeyboardInterrupt:
+    print("made" if made else "interrupted")
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout == "made\n"
