@@ -136,8 +136,8 @@ def _no_signals() -> Iterator[None]:
         for number, handler in before.items():
             # None is one that Python does not know and cannot set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in came:
-            signal.raise_signal(number)
+        for arrived in came:
+            signal.raise_signal(arrived)
 
 
 def _convert(weights: Path, directory: Path) -> None:
