@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from engine_core import EngineConfig
 from engine_core.engine import EngineCore
-from engine_core.runner import ComputedStep, ModelInfo, ScheduledRequest, StepResult
+from engine_core.runner import ComputedStep, ModelInfo, ScheduledRequest, SlotCopy, StepResult
 from engine_core.server import run_process
 
 
@@ -22,7 +22,7 @@ class EchoRunner:
     def __init__(self, vocab_size: int, num_blocks: int = 65_536, block_size: int = 16) -> None:
         self.info = ModelInfo("echo", vocab_size, 8192, frozenset(), num_blocks, "00")
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         pass
 
     def launch(self, batch: Sequence[ScheduledRequest]) -> ComputedStep:

@@ -39,7 +39,7 @@ def schedule_ahead(scheduler: Scheduler, step: Step) -> Step | None:
             return None
         table = scheduler.kv.tables[request.request_id]
         ahead.scheduled.append(
-            ScheduledRequest(request, request.num_tokens, 1, table.block_ids, table.num_shared_blocks, follows=place)
+            ScheduledRequest(request, request.num_tokens, 1, table.block_tables, table.num_shared_blocks, follows=place)
         )
     return ahead if ahead.scheduled else None
 

@@ -217,7 +217,7 @@ class EngineCore:
         if step.scheduled:
             try:
                 if step.copies:
-                    self.runner.copy_blocks(step.copies)
+                    self.runner.copy_slots(step.copies)
                 launch.running = self.runner.launch(step.scheduled)
             except Exception as error:
                 launch.error = error

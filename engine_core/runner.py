@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,14 +26,23 @@ class EncodedFeature:
     output: Any
 
 
+class SlotCopy(NamedTuple):
+    """The first `num_slots` slots of block `source` become those of block `target`; its others stay as they are."""
+
+    source: int
+    target: int
+    num_slots: int
+
+
 @dataclass(slots=True)
 class ScheduledRequest:
     """Compute tokens `[start, start + num_tokens)` of `request` in this step.
 
-    `block_ids` is the whole block table (a live view: do not keep or change it). K/V of position `p` goes
-    to slot `block_ids[p // block_size] * block_size + p % block_size`, except in the first
-    `num_shared_blocks` blocks: those were found in the cache, hold their K/V already and are never written
-    (slot -1). `features` are those with an embedded token among the tokens to compute, by position.
+    `block_tables` has the whole block table of each KV cache group (`ModelInfo.windows`; live views: do not keep or
+    change them). K/V of position `p` goes to slot `table[p // block_size] * block_size + p % block_size` of each,
+    except in the first `num_shared_blocks` blocks: those were found in the cache, hold their K/V already and are never
+    written (slot -1). Blocks that no token to compute sees any more stand as 0 in their table, whatever block 0 is.
+    `features` are those with an embedded token among the tokens to compute, by position.
 
     With `follows` the one token to compute is what the step launched just before samples for its own batch's
     `follows`-th request, which is this one. Nobody knows it yet: it is not in `request.token_ids`, and `start` is where
@@ -43,7 +52,7 @@ class ScheduledRequest:
     request: Request
     start: int
     num_tokens: int
-    block_ids: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
     num_shared_blocks: int
     features: Sequence[EncodedFeature] = ()
     follows: int | None = None
@@ -95,6 +104,8 @@ class MultimodalInfo:
 class ModelInfo:
     """What the engine must know of the model it drives.
 
+    `windows` has an entry for each KV cache group: how many tokens its layers see, the token itself included, or None
+    for all. Each group has block tables of its own in the one pool; a block holds `block_size` tokens of one group.
     `cache_namespace` (hex) is equal exactly where KV blocks may be shared: same weights, KV dtype, block size
     and layout; `tokenizer_digest` is that of the model's directory, empty where there is none.
     `multimodal` is None for models of text only. `runs_apart` says that `Runner.launch` returns long before the step
@@ -110,6 +121,7 @@ class ModelInfo:
     tokenizer_digest: str = ""
     multimodal: MultimodalInfo | None = None
     runs_apart: bool = False
+    windows: tuple[int | None, ...] = (None,)
 
 
 class LaunchedStep(Protocol):
@@ -136,8 +148,8 @@ class ComputedStep:
 class Runner(Protocol):
     info: ModelInfo
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, `(source, target)` each, before the step's own writes. No target is also a source."""
+    def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
+        """Copy what the next step to be launched reads, before its own writes. No target is also a source."""
         ...
 
     def check_features(self, features: Sequence[MultimodalFeature]) -> None:
@@ -159,6 +171,6 @@ class Runner(Protocol):
         """Begin to compute one step. `batch` is never empty; it and what it refers to may change once this returns.
 
         One more step at most is launched before this one was waited for. Whatever is called in a later call,
-        `copy_blocks` and `encode` included, happens after it. An exception here is like one of `LaunchedStep.wait`.
+        `copy_slots` and `encode` included, happens after it. An exception here is like one of `LaunchedStep.wait`.
         """
         ...

@@ -21,7 +21,7 @@ from .config import SchedulingPolicy
 from .features import FeatureError, FeatureManager
 from .kv_cache import KVCacheManager, PrefixHit
 from .request import Request, RequestStatus, continuation_id
-from .runner import EncodedFeature, ScheduledRequest, StepResult
+from .runner import EncodedFeature, ScheduledRequest, SlotCopy, StepResult
 from .stats import SchedulerCounters
 from .step import Step
 from .waiting_queue import make_waiting_queue
@@ -275,7 +275,9 @@ class Scheduler:
             self.waiting.pop()
             self.running.append(request)
             if hit.tail is not None:
-                step.copies.append((hit.tail.block_id, allocated[0].block_id))
+                step.copies.append(
+                    SlotCopy(hit.tail.block_id, allocated[0].block_id, hit.num_tokens % self.kv.block_size)
+                )
             request.num_computed_tokens = hit.num_tokens
             if self.kv.enable_caching:
                 self.counters.count_admission(request, hit.num_tokens)
@@ -316,7 +318,7 @@ class Scheduler:
     def _entry(self, request: Request, num_tokens: int, features: Sequence[EncodedFeature]) -> ScheduledRequest:
         table = self.kv.tables[request.request_id]
         return ScheduledRequest(
-            request, request.num_computed_tokens, num_tokens, table.block_ids, table.num_shared_blocks, features
+            request, request.num_computed_tokens, num_tokens, table.block_tables, table.num_shared_blocks, features
         )
 
     def _choose_victim(self) -> Request:

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from ipc.messages import RequestOutput
 
 from .request import Request
-from .runner import ScheduledRequest
+from .runner import ScheduledRequest, SlotCopy
 
 
 @dataclass(slots=True)
 class Step:
     """One scheduled step: what to compute, in batch order, and who had to give way for it.
 
-    `copies` are blocks to copy first, `(source, target)`; `failed` are the last words of requests that ended before it
+    `copies` are to be made first; `failed` are the last words of requests that ended before it
     for want of a picture.
     """
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[SlotCopy] = field(default_factory=list)
     failed: list[RequestOutput] = field(default_factory=list)
 
     @property

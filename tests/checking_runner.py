@@ -2,7 +2,8 @@
 
 It keeps one number per slot: a digest of everything that decides the K/V there (the tokens up to that position and the
 extra keys that cover them). Each step it writes the slots it is told to write and then reads every position of every
-scheduled request through its block table, as attention would. A stale, shared-and-overwritten, foreign or never written
+scheduled request through its block tables, as attention would: in a group with a window, those that a computed token
+sees. A stale, shared-and-overwritten, foreign or never written
 slot is a `WrongStepError`, in the step where a real model would have gone wrong silently. So is a picture's token for
 which the step has no row, or another picture's, and one that is computed without those it must see.
 """
@@ -16,7 +17,15 @@ import numpy as np
 
 from engine_core.feature_layout import feature_units
 from engine_core.request import Request
-from engine_core.runner import ComputedStep, LaunchedStep, ModelInfo, MultimodalInfo, ScheduledRequest, StepResult
+from engine_core.runner import (
+    ComputedStep,
+    LaunchedStep,
+    ModelInfo,
+    MultimodalInfo,
+    ScheduledRequest,
+    SlotCopy,
+    StepResult,
+)
 from ipc.messages import MultimodalFeature
 from tests.feature_prompts import content_of, placed_rows, rows_of, true_rows
 
@@ -66,30 +75,41 @@ class CheckingRunner:
         max_model_len: int = 512,
         eos_token_ids: frozenset[int] = frozenset(),
         multimodal: MultimodalInfo | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.info = ModelInfo(
-            "checking", vocab_size, max_model_len, eos_token_ids, num_blocks, "checking", multimodal=multimodal
+            "checking",
+            vocab_size,
+            max_model_len,
+            eos_token_ids,
+            num_blocks,
+            "checking",
+            multimodal=multimodal,
+            windows=windows,
         )
         self.encoded: list[int] = []
         self.encoder_fails: dict[bytes, Exception] = {}
         self.block_size = block_size
-        self.slots: list[int | str] = ["never written"] * (num_blocks * block_size)
+        # A block belongs to one group at a time, and its slots hold what is of that group alone.
+        self.slots: list[tuple[int, int] | str] = ["never written"] * (num_blocks * block_size)
         self.fail_next = False
         self.fails_late = False
         self.steps: list[int] = []
         self.num_ahead = 0
-        self.num_copied_blocks = 0
+        self.num_copies = 0
         self._digests: dict[str, tuple[Request, list[int]]] = {}
         self._last_batch: Sequence[ScheduledRequest] = ()
         self._last_tokens: Sequence[int | None] | None = ()
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        if {source for source, _ in copies} & {target for _, target in copies}:
+    def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
+        targets = {copy.target for copy in copies}
+        if {copy.source for copy in copies} & targets or len(targets) < len(copies):
             raise WrongStepError(f"copies depend on their order: {copies}")
-        size = self.block_size
-        for source, target in copies:
-            self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
-            self.num_copied_blocks += 1
+        for source, target, num_slots in copies:
+            assert 0 < num_slots <= self.block_size
+            first, end = source * self.block_size, source * self.block_size + num_slots
+            self.slots[target * self.block_size : target * self.block_size + num_slots] = self.slots[first:end]
+            self.num_copies += 1
 
     def check_features(self, features: Sequence[MultimodalFeature]) -> None:
         pass  # positions are places
@@ -164,16 +184,22 @@ class CheckingRunner:
             if position // self.block_size < entry.num_shared_blocks:
                 assert entry.num_tokens == 1 and entry.samples, "only a full hit recomputes a shared position"
                 continue
-            self.slots[self._slot(entry, position)] = "garbage" if self.fail_next else digests[position]
+            for group in range(len(self.info.windows)):
+                holds = "garbage" if self.fail_next else (group, digests[position])
+                self.slots[self._slot(entry, group, position)] = holds
 
     def _read(self, entry: ScheduledRequest) -> None:
         digests = self._digests_of(entry)
-        for position in range(entry.end):
-            held = self.slots[self._slot(entry, position)]
-            assert held == digests[position], f"{entry.request} reads {held} at position {position}"
+        assert len(entry.block_tables) == len(self.info.windows)
+        for group, window in enumerate(self.info.windows):
+            first = 0 if window is None else max(0, entry.start - window + 1)
+            for position in range(first, entry.end):
+                held = self.slots[self._slot(entry, group, position)]
+                assert held == (group, digests[position]), f"{entry.request} reads {held} at {position} of {group}"
 
-    def _slot(self, entry: ScheduledRequest, position: int) -> int:
-        return entry.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+    def _slot(self, entry: ScheduledRequest, group: int, position: int) -> int:
+        table = entry.block_tables[group]
+        return table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _digests_of(self, entry: ScheduledRequest) -> list[int]:
         request = entry.request

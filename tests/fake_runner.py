@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from engine_core.runner import ComputedStep, ModelInfo, MultimodalInfo, ScheduledRequest, StepResult
+from engine_core.runner import ComputedStep, ModelInfo, MultimodalInfo, ScheduledRequest, SlotCopy, StepResult
 from ipc.messages import MultimodalFeature, TokenLogprob
 
 VOCAB_SIZE = 1000
@@ -56,7 +56,7 @@ class FakeRunner:
             multimodal=multimodal,
         )
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         pass  # no next token depends on a block
 
     def check_features(self, features: Sequence[MultimodalFeature]) -> None:

@@ -59,6 +59,10 @@ class BlockTable:
         self.block_ids = [block.block_id for block in shared]
         self.num_shared_blocks = self.num_registered_blocks = len(shared)
 
+    @property
+    def block_tables(self) -> Sequence[Sequence[int]]:
+        return (self.block_ids,)
+
 
 class KVCacheManager:
     """Gives requests their slots and remembers which blocks hold which prefix.
@@ -102,9 +106,11 @@ class KVCacheManager:
 
     def get_forked_blocks(self, request: Request, parent: Request) -> PrefixHit:
         """All but the last token of a prompt that `parent`, which holds blocks, has computed whole. Changes nothing."""
-        num_full, num_left = divmod(request.num_prompt_tokens, self.block_size)
+        num_hit_tokens = request.num_prompt_tokens - 1
+        num_full = request.num_prompt_tokens // self.block_size
         blocks = self.tables[parent.request_id].blocks
-        return PrefixHit(blocks[:num_full], request.num_prompt_tokens - 1, blocks[num_full] if num_left else None)
+        has_tail = num_hit_tokens > num_full * self.block_size
+        return PrefixHit(blocks[:num_full], num_hit_tokens, blocks[num_full] if has_tail else None)
 
     def still_lacks_room(self, request: Request, num_spare_blocks: int = 0) -> bool:
         """Whether `allocate_slots` with `reserve_full_sequence`, refused to this request before, would be again.

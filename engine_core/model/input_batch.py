@@ -135,5 +135,5 @@ def _block_tables(batch: Sequence[ScheduledRequest], num_blocks: np.ndarray) -> 
     """`[num_requests, max(num_blocks)]`, zero-filled: only the blocks this step reads or writes."""
     tables = np.zeros((len(batch), num_blocks.max()), dtype=np.int64)
     for row, item, count in zip(tables, batch, num_blocks.tolist(), strict=True):
-        row[:count] = np.fromiter(islice(item.block_ids, count), dtype=np.int64, count=count)
+        row[:count] = np.fromiter(islice(item.block_tables[0], count), dtype=np.int64, count=count)
     return tables

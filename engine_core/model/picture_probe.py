@@ -78,7 +78,7 @@ def _prompt_with_picture(model: Any, config: Any, num_deepstack: int) -> Schedul
     rows = model.get_input_embeddings()(ids).flip(-1)
     encoded = EncodedRows(rows, tuple(rows.roll(layer + 1, 0) for layer in range(num_deepstack)))
     return ScheduledRequest(
-        request, 0, len(prompt), block_ids=(), num_shared_blocks=0, features=[EncodedFeature(feature, encoded)]
+        request, 0, len(prompt), block_tables=(), num_shared_blocks=0, features=[EncodedFeature(feature, encoded)]
     )
 
 

@@ -24,6 +24,6 @@ def heaviest_step(config: EngineConfig, max_model_len: int) -> list[ScheduledReq
     chunk_tokens = min(config.max_num_batched_tokens - num_decodes, max_model_len)
     block_ids = [SCRATCH_BLOCK_ID] * -(-max_model_len // config.block_size)
     return [
-        ScheduledRequest(request, max_model_len - num_tokens, num_tokens, block_ids, num_shared_blocks=0)
+        ScheduledRequest(request, max_model_len - num_tokens, num_tokens, [block_ids], num_shared_blocks=0)
         for num_tokens in (chunk_tokens, *[1] * num_decodes)
     ]

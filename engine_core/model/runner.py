@@ -16,10 +16,10 @@ import torch
 from engine_core.config import EngineConfig
 from engine_core.encoder_cache import encoder_cache_bytes
 from engine_core.errors import InvalidConfigError
-from engine_core.runner import LaunchedStep, ModelInfo, ScheduledRequest, StepResult
+from engine_core.runner import LaunchedStep, ModelInfo, ScheduledRequest, SlotCopy, StepResult
 from ipc.messages import MultimodalFeature
 from ipc.threads import model_threads
-from kernels.copy_blocks import copy_blocks
+from kernels.copy_blocks import copy_slots
 from kernels.dispatch import uses_triton
 
 from .attention import PagedKV
@@ -160,10 +160,10 @@ class ModelRunner:
         self._pictures = None if self._pictures is None else Pictures.of(self._model, model_config)
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """As `engine_core.runner.Runner.copy_blocks`."""
+    def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
+        """As `engine_core.runner.Runner.copy_slots`."""
         caches = (*self._key_caches.values(), *self._value_caches.values())
-        copy_blocks(caches, [source for source, _ in copies], [target for _, target in copies])
+        copy_slots(caches, *zip(*copies, strict=True))
 
     def check_features(self, features: Sequence[MultimodalFeature]) -> None:
         """As `engine_core.runner.Runner.check_features`."""
@@ -252,7 +252,7 @@ class ModelRunner:
     def _compute_alone(self, item: ScheduledRequest, shapes: dict[int, LayerShape]) -> torch.Tensor:
         """Logits of all tokens of a request without blocks, `[num_tokens, vocab_size]`, in a cache of their own."""
         num_blocks = -(-item.num_tokens // self._block_size)
-        batch = [dataclasses.replace(item, block_ids=range(num_blocks))]
+        batch = [dataclasses.replace(item, block_tables=[range(num_blocks)])]
         layout = lay_out(batch, self._block_size, None)
         with self._staging.step():
             _, logits_of = self._forward(batch, layout, None, *self._allocate(num_blocks, shapes))

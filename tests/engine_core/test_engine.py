@@ -194,7 +194,7 @@ class TestSeveralContinuations:
         assert [output.ends_request for output in outputs] == [False] * 14 + [True]
         # Each further continuation computes the last token of the prompt, whose logits it needs.
         assert sum(engine.runner.steps) == num_tokens + 2 + 3 * 4
-        assert engine.runner.num_copied_blocks == (2 if num_tokens % B else 0)
+        assert engine.runner.num_copies == (2 if num_tokens % B > 1 else 0)
 
     def test_the_prompt_is_counted_once(self):
         engine = make_engine()

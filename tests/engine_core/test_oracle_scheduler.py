@@ -92,7 +92,7 @@ class Replay:
                     "kind": kind,
                     "num_scheduled_tokens": entry.num_tokens,
                     "num_computed_tokens_before": entry.start,
-                    "block_ids": list(entry.block_ids)[known or 0 :],
+                    "block_ids": list(entry.block_tables[0])[known or 0 :],
                 }
             )
         return described

@@ -43,7 +43,7 @@ class HandMade:
 
     def tokens(self, start: int, end: int) -> ScheduledRequest:
         features = [one for one in self.encoded if one.feature.start < end and start < one.feature.end]
-        return ScheduledRequest(self.request, start, end - start, self._block_ids, 0, features)
+        return ScheduledRequest(self.request, start, end - start, [self._block_ids], 0, features)
 
 
 def prompt_logprobs(runner: ModelRunner, by_hand: HandMade, borders: Sequence[int]) -> list[float]:

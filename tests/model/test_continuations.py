@@ -10,6 +10,7 @@ import torch
 
 from engine_core import EngineCore, EngineRequest, SamplingParams
 from engine_core.model.runner import ModelRunner
+from engine_core.runner import SlotCopy
 from tests.model.equality import Reference, generate_reference, load_reference_model, make_engine
 
 # Lengths around the block size of 16; what is left of the last block has to be copied, except for 32.
@@ -79,16 +80,19 @@ def test_seeded_continuations_are_the_same_alone_and_in_company(model_directory:
         assert len({tuple(tokens) for tokens in continuations}) == 4
 
 
-def test_copied_blocks_hold_what_their_sources_held(model_directory: Callable[[str], Path]) -> None:
+def test_copied_slots_hold_what_their_sources_held(model_directory: Callable[[str], Path]) -> None:
     runner = make_engine(model_directory("llama"), num_blocks=8).runner
     assert isinstance(runner, ModelRunner)
     caches = [*runner._key_caches.values(), *runner._value_caches.values()]
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(len(caches))))
     before = [cache.clone() for cache in caches]
-    runner.copy_blocks([(1, 6), (3, 2), (1, 7)])
+    size = runner._block_size
+    runner.copy_slots([SlotCopy(1, 6, size), SlotCopy(3, 2, 1), SlotCopy(1, 7, size)])
     for cache, old in zip(caches, before, strict=True):
-        assert torch.equal(cache, old[[0, 1, 3, 3, 4, 5, 1, 1]])
+        expected = old[[0, 1, 2, 3, 4, 5, 1, 1]]
+        expected[2, 0] = old[3, 0]
+        assert torch.equal(cache, expected)
 
 
 def test_rules_reach_the_engine(model_directory: Callable[[str], Path]) -> None:

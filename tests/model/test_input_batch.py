@@ -24,7 +24,7 @@ def scheduled(
 ) -> ScheduledRequest:
     request = Request(EngineRequest("r", token_ids), max_tokens=1, seed=0, arrival_time_s=0.0)
     encoded = [EncodedFeature(feature, None) for feature in features]
-    return ScheduledRequest(request, start, num_tokens, block_ids, num_shared_blocks, encoded)
+    return ScheduledRequest(request, start, num_tokens, [block_ids], num_shared_blocks, encoded)
 
 
 def build(*batch: ScheduledRequest, joins_touching: bool = False) -> InputBatch:

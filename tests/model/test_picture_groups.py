@@ -267,7 +267,7 @@ def test_behind_a_cached_head_of_a_group(
 
     num_shared = num_cached // BLOCK_SIZE
     rest = decoder.schedule(prompt, num_cached, length, first_block=20, num_shared=num_shared)
-    rest.block_ids = [*(40 - i for i in range(num_shared)), *list(rest.block_ids)[num_shared:]]
+    rest.block_tables = [[*(40 - i for i in range(num_shared)), *list(rest.block_tables[0])[num_shared:]]]
     assert decoder.difference(expected, rest) < TOLERANCE
 
     for caches in decoder.kv.values():

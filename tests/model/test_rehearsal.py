@@ -33,7 +33,7 @@ def test_it_fills_the_budget_at_the_end_of_the_longest_context(
     step = heaviest_step(config, max_model_len)
     assert [item.num_tokens for item in step] == expected
     assert all(item.start + item.num_tokens == max_model_len and item.samples for item in step)
-    assert {len(item.block_ids) for item in step} == {-(-max_model_len // config.block_size)}
+    assert {len(item.block_tables[0]) for item in step} == {-(-max_model_len // config.block_size)}
 
 
 def make_runner(architecture: str, directory: Path) -> tuple[ModelRunner, EngineConfig]:
