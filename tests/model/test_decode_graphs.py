@@ -187,7 +187,7 @@ def test_only_single_tokens_that_stand_for_themselves_are_captured() -> None:
     def item(num_tokens: int, count: int, **params: Any) -> ScheduledRequest:
         source = EngineRequest("r", list(range(num_tokens)), SamplingParams(**params))
         request = Request(source, max_tokens=9, seed=0, arrival_time_s=0.0)
-        return ScheduledRequest(request, num_tokens - count, count, [0], 0)
+        return ScheduledRequest(request, num_tokens - count, count, [[0]], 0)
 
     decode = item(5, 1)
     assert is_plain_decode([decode, item(9, 1)])

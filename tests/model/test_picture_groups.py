@@ -175,7 +175,7 @@ class Decoder:
             if feature.start < end and feature.end > start
         ]
         blocks = [first_block - i for i in range(-(-end // BLOCK_SIZE))]
-        return ScheduledRequest(request, start, end - start, blocks, num_shared, features)
+        return ScheduledRequest(request, start, end - start, [blocks], num_shared, features)
 
     def compute(self, *batch: ScheduledRequest) -> list[torch.Tensor]:
         """Log-probabilities of each request's tokens in this step."""

@@ -48,7 +48,7 @@ def request(features: Sequence[MultimodalFeature] = FEATURES, num_output_tokens:
 
 
 def scheduled(of: Request, start: int, end: int) -> ScheduledRequest:
-    return ScheduledRequest(of, start, end - start, range(9), 0)
+    return ScheduledRequest(of, start, end - start, [range(9)], 0)
 
 
 def expected_positions(num_tokens: int) -> torch.Tensor:
