@@ -7,8 +7,7 @@ from typing import Any
 
 from benchmarks.bookkeeping_protocol import Timings, mean_of_steps, random_token_ids, seconds, serve
 from engine_core.config import HashAlgo
-from engine_core.kv_cache import BlockHasher, KVCacheManager
-from engine_core.kv_cache.manager import PrefixHit
+from engine_core.kv_cache import BlockHasher, KVCacheManager, PrefixHit
 from engine_core.request import Request
 from engine_core.runner import StepResult
 from engine_core.scheduler import Scheduler
@@ -70,7 +69,7 @@ class Foreword:
             request = self.request("warm", token_ids)
             timings.time("lookup_hit", lookup)
             timings.time("allocate_hit", allocate)
-            assert len(hit.blocks) == self.num_prompt_blocks and allocated is not None
+            assert hit.num_whole_blocks == self.num_prompt_blocks and allocated is not None
             manager.commit_step()
             timings.time("free_hit", manager.free, request)
         return timings.medians_s()

@@ -9,6 +9,8 @@ from msgspec import Struct
 HashAlgo = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 FullPromptHit = Literal["recompute_last_token", "drop_last_block"]
 FreeOrder = Literal["append_all", "unhashed_first"]
+PrefixMatchUnit = Literal["token", "block"]
+WindowRetention = Literal["all", "prompt_tail"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Quantization = Literal["int8", "int4"]
 
@@ -39,6 +41,9 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
             default where the device computes by itself (CUDA).
         watermark: share of the pool kept free when a request is admitted beside running ones.
         prefix_caching_hash_seed: root of the hash chains in the `_cbor` modes and of the xxhash modes.
+        prefix_match_unit: `token` finds the beginning of a block, too, and copies it; `block` whole blocks only.
+        window_retention: what layers with a sliding window keep in the cache: all their blocks, or, of a prompt alone,
+            those that the longest hit of the same prompt needs (what a peer does by default).
         full_prompt_hit: what to do when every block of a prompt is cached. `drop_last_block` is what peers do.
         kv_cache_metrics: measure how long cached blocks stay and when they are used again (`EngineStats`).
         kv_cache_metrics_sample: share of the blocks that this looks at.
@@ -86,6 +91,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: HashAlgo = "sha256"
     prefix_caching_hash_seed: str | None = None
+    prefix_match_unit: PrefixMatchUnit = "token"
+    window_retention: WindowRetention = "all"
     full_prompt_hit: FullPromptHit = "recompute_last_token"
     free_order: FreeOrder = "append_all"
     kv_cache_metrics: bool = False

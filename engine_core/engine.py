@@ -22,6 +22,7 @@ from .errors import InvalidConfigError, InvalidRequestError
 from .feature_checks import FeatureLimits, check_features, check_inputs
 from .features import FeatureManager
 from .kv_cache import BlockHasher, BlockResidency, KVCacheManager
+from .kv_cache.groups import longest_sequence
 from .request import Request
 from .runner import LaunchedStep, ModelInfo, Runner, StepResult
 from .scheduler import Scheduler
@@ -88,6 +89,10 @@ class EngineCore:
                 config.block_size,
                 enable_caching=config.enable_prefix_caching,
                 full_prompt_hit=config.full_prompt_hit,
+                windows=info.windows,
+                max_step_tokens=config.max_num_batched_tokens,
+                match_unit=config.prefix_match_unit,
+                window_retention=config.window_retention,
                 free_order=config.free_order,
                 residency=self._residency,
             ),
@@ -277,7 +282,7 @@ class EngineCore:
             num_waiting=len(scheduler.waiting),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
-            num_cached_hashes=len(pool.cached),
+            num_cached_hashes=pool.tree.num_held,
             kv_cache_usage=pool.usage,
             failed_steps=self._num_failed_steps,
             block_residency={} if self._residency is None else self._residency.durations(),
@@ -333,7 +338,9 @@ def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:
         InvalidConfigError: that is not even one token of prompt and one of output.
     """
     wanted = config.max_model_len or info.max_model_len
-    pool_tokens = info.num_blocks * config.block_size
+    pool_tokens = longest_sequence(
+        info.windows, info.num_blocks, config.block_size, config.max_num_batched_tokens, limit_tokens=wanted
+    )
     step_tokens = wanted if config.enable_chunked_prefill else config.max_num_batched_tokens
     usable = min(wanted, pool_tokens, step_tokens)
     if usable < 2:

@@ -7,12 +7,16 @@ import enum
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ipc.messages import EngineRequest, ExtraKeySpan, RequestTiming, SamplingParams, TokenLogprob
 
 from .feature_layout import FeatureUnit
+
+if TYPE_CHECKING:
+    from .kv_cache.block_content import Content
 
 
 class RequestStatus(enum.IntEnum):
@@ -26,8 +30,8 @@ class Request:
     """A sequence being computed.
 
     `token_ids` holds the prompt followed by everything generated so far. `block_hashes[i]` is the
-    identity of its i-th full block. KV entries exist for the first `num_computed_tokens` tokens.
-    `num_cached_tokens` is the hit of the first admission, None before it.
+    identity of its i-th full block, `block_contents[i]` what it holds. KV entries exist for the first
+    `num_computed_tokens` tokens. `num_cached_tokens` is the hit of the first admission, None before it.
 
     It is one of the `n` continuations its caller asked for: `index` says which, and `parent` which of them has computed
     its prompt (None for that one). `request_id` is unique in the engine, `output_id` is the caller's.
@@ -42,6 +46,7 @@ class Request:
         "__weakref__",
         "admitted_s",
         "arrival_time_s",
+        "block_contents",
         "block_hashes",
         "created_s",
         "extra_key_spans",
@@ -100,6 +105,7 @@ class Request:
         self.seed = seed
         self.arrival_time_s = arrival_time_s
         self.block_hashes: list[bytes] = []
+        self.block_contents: list[Content] = []
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
@@ -117,6 +123,7 @@ class Request:
         child.token_ids = self.token_ids[: self.num_prompt_tokens]
         child.seed = derived_seed(self.seed, index)
         child.block_hashes = self.block_hashes.copy()
+        child.block_contents = self.block_contents.copy()
         child.prompt_logprobs = None
         child.status = RequestStatus.WAITING
         child.num_computed_tokens = 0

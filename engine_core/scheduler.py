@@ -21,7 +21,7 @@ from .config import SchedulingPolicy
 from .features import FeatureError, FeatureManager
 from .kv_cache import KVCacheManager, PrefixHit
 from .request import Request, RequestStatus, continuation_id
-from .runner import EncodedFeature, ScheduledRequest, SlotCopy, StepResult
+from .runner import EncodedFeature, ScheduledRequest, StepResult
 from .stats import SchedulerCounters
 from .step import Step
 from .waiting_queue import make_waiting_queue
@@ -243,51 +243,58 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None or self._first_still_lacks_room():
                 return
-            hit = self._find_hit(request)
-            num_tokens = self._chunk(request, hit.num_tokens, budget)
-            if request.features:
-                if not self.features.is_ready(request, hit.num_tokens):
-                    self.waiting.set_aside(request)
-                    continue
-                num_tokens = self.features.reach(request, hit.num_tokens, num_tokens, budget).num_tokens
-                if num_tokens == 0:
-                    return
-            if not self.enable_chunked_prefill and hit.num_tokens + num_tokens < request.num_tokens:
+            num_tokens = self._admit(step, request, self._find_hit(request), budget)
+            if num_tokens is None:
                 return
-            allocated = self.kv.allocate_slots(
-                request,
-                num_tokens,
-                hit,
-                reserve_full_sequence=self.reserve_full_sequence,
-                num_spare_blocks=self._num_spare_blocks,
-            )
-            if allocated is None:
-                return
-            features: Sequence[EncodedFeature] = ()
-            if hit.num_tokens < request.features_end:
-                # After the allocation, so that nothing is encoded for who has no room yet.
-                loaded = self._load_features(request, hit.num_tokens, num_tokens)
-                if loaded is None:
-                    self.kv.withdraw(request)
-                    self.waiting.set_aside(request)
-                    continue
-                features = loaded
-            self.waiting.pop()
-            self.running.append(request)
-            if hit.tail is not None:
-                step.copies.append(
-                    SlotCopy(hit.tail.block_id, allocated[0].block_id, hit.num_tokens % self.kv.block_size)
-                )
-            request.num_computed_tokens = hit.num_tokens
-            if self.kv.enable_caching:
-                self.counters.count_admission(request, hit.num_tokens)
-            request.status = RequestStatus.RUNNING
-            if request.admitted_s is None:
-                request.admitted_s = time.monotonic()
-            if request.num_cached_tokens is None:
-                request.num_cached_tokens = hit.num_tokens
-            step.scheduled.append(self._entry(request, num_tokens, features))
             budget -= num_tokens
+
+    def _admit(self, step: Step, request: Request, hit: PrefixHit, budget: int) -> int | None:
+        """Let the first in line run, and say how many tokens it computes in this step; 0 if it is set aside instead.
+
+        None if it has to wait, and everybody behind it.
+        """
+        num_tokens = self._chunk(request, hit.num_tokens, budget)
+        if request.features:
+            if not self.features.is_ready(request, hit.num_tokens):
+                self.waiting.set_aside(request)
+                return 0
+            num_tokens = self.features.reach(request, hit.num_tokens, num_tokens, budget).num_tokens
+            if num_tokens == 0:
+                return None
+        if not self.enable_chunked_prefill and hit.num_tokens + num_tokens < request.num_tokens:
+            return None
+        allocated = self.kv.allocate_slots(
+            request,
+            num_tokens,
+            hit,
+            reserve_full_sequence=self.reserve_full_sequence,
+            num_spare_blocks=self._num_spare_blocks,
+        )
+        if allocated is None:
+            # The block that is copied from takes room as well.
+            return None if hit.tail is None else self._admit(step, request, hit.without_tail(), budget)
+        features: Sequence[EncodedFeature] = ()
+        if hit.num_tokens < request.features_end:
+            # After the allocation, so that nothing is encoded for who has no room yet.
+            loaded = self._load_features(request, hit.num_tokens, num_tokens)
+            if loaded is None:
+                self.kv.withdraw(request)
+                self.waiting.set_aside(request)
+                return 0
+            features = loaded
+        self.waiting.pop()
+        self.running.append(request)
+        step.copies += self.kv.copies_for(request)
+        request.num_computed_tokens = hit.num_tokens
+        if self.kv.enable_caching:
+            self.counters.count_admission(request, hit.num_tokens)
+        request.status = RequestStatus.RUNNING
+        if request.admitted_s is None:
+            request.admitted_s = time.monotonic()
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = hit.num_tokens
+        step.scheduled.append(self._entry(request, num_tokens, features))
+        return num_tokens
 
     def _load_features(self, request: Request, start: int, num_tokens: int) -> Sequence[EncodedFeature] | None:
         """None if the encoder failed, which will end the request."""
@@ -306,7 +313,9 @@ class Scheduler:
             and parent.status is RequestStatus.RUNNING
             and parent.num_preemptions == 0
         ):
-            return self.kv.get_forked_blocks(request, parent)
+            forked = self.kv.get_forked_blocks(request, parent)
+            if forked is not None:
+                return forked
         return self.kv.get_computed_blocks(request)
 
     def _chunk(self, request: Request, num_computed_tokens: int, budget: int) -> int:

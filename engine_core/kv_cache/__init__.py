@@ -6,7 +6,8 @@ Knows nothing of models and tensors; a block is its id.
 from .block import FreeKVCacheBlockQueue, KVCacheBlock
 from .block_hash import BlockHasher
 from .block_pool import BlockPool
-from .manager import KVCacheManager, PrefixHit
+from .manager import KVCacheManager
+from .prefix_hit import PrefixHit
 from .residency import BlockResidency
 
 __all__ = [

@@ -7,23 +7,35 @@ cheap as leaving its head, and no queue operation allocates memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .prefix_tree import PrefixNode
 
 
 class KVCacheBlock:
     """One block of the pool.
 
-    `ref_cnt` counts the block tables that contain it; at 0 it is in the free queue, and only then.
-    `block_hash` is set while the block can be found by a prefix lookup.
+    `ref_cnt` counts the block tables that contain it, and copies to be made from it; at 0 it is in the free queue, and
+    only then. While a lookup can find the block, it holds what `node` says for the layers of `group`; then `is_filled`
+    tells whether all of that was written by steps that have run.
     """
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+    __slots__ = ("block_id", "group", "is_filled", "next_free", "node", "prev_free", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
-        self.block_hash: bytes | None = None
+        self.node: PrefixNode | None = None
+        self.group = 0
+        self.is_filled = False
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """The identity of a full block that a lookup can find."""
+        return None if self.node is None else self.node.block_hash
 
     def __repr__(self) -> str:
         digest = self.block_hash.hex()[:8] if self.block_hash else None

@@ -6,7 +6,7 @@ Two layouts of the hashed bytes.
 
     parent        the previous block's hash, or the root: 32 bytes (xxhash: 16)
     u32           number of tokens, then one u32 per token id
-    u32           number of extra keys, then for each, in the order of `_span_order`:
+    u32           number of extra keys, then for each, in the order of `spans.hashing_order`:
       u16 + UTF-8   kind
       u8            0: the key is text, 1: the key is bytes
       u32 + bytes   key (text as UTF-8)
@@ -45,12 +45,13 @@ from engine_core.errors import InvalidConfigError
 from engine_core.request import Request
 from ipc.messages import ExtraKeySpan
 
+from .block_content import block_contents
+from .spans import spans_by_block
 from .token_bytes import cbor_token_bytes, own_token_bytes
 
 logger = logging.getLogger(__name__)
 
 _ROOT_TAG = b"foreword kv block v1\0"
-_KIND_ORDER = {"lora": 0, "mm": 1, "cache_salt": 2, "prompt_embeds": 3}
 
 
 def _cbor(value: object) -> bytes:
@@ -67,32 +68,6 @@ _HASHES: dict[HashAlgo, Callable[[bytes], _Hash]] = {
     "xxhash": xxhash.xxh3_128,
     "xxhash_cbor": xxhash.xxh3_128,
 }
-
-
-def _span_order(span: ExtraKeySpan) -> tuple[int, str, int, int, bool, bytes]:
-    """The order of extra keys within a block: by kind, then by position, so senders need not sort.
-
-    Except for pictures of the same span, whose order is the sender's: where pictures that touch see each other, a cat
-    beside a dog is not a dog beside a cat.
-    """
-    is_bytes = isinstance(span.key, bytes)
-    key = span.key if isinstance(span.key, bytes) else span.key.encode()
-    if span.kind == "mm":
-        is_bytes, key = False, b""
-    kind_rank = _KIND_ORDER.get(span.kind, len(_KIND_ORDER))
-    return kind_rank, span.kind, span.start, -1 if span.end is None else span.end, is_bytes, key
-
-
-def spans_by_block(
-    spans: Sequence[ExtraKeySpan], first: int, num_blocks: int, block_size: int
-) -> list[list[ExtraKeySpan]]:
-    """For each of `num_blocks` blocks from block `first` on, the spans that overlap it, in hashing order."""
-    by_block: list[list[ExtraKeySpan]] = [[] for _ in range(num_blocks)]
-    for span in sorted(spans, key=_span_order):
-        last = num_blocks if span.end is None else min(num_blocks, -(-span.end // block_size) - first)
-        for index in range(max(0, span.start // block_size - first), last):
-            by_block[index].append(span)
-    return by_block
 
 
 def _relative_end(span: ExtraKeySpan, start: int, end: int) -> int:
@@ -173,25 +148,38 @@ class BlockHasher:
         self._no_extra_keys = self._encode_extra_keys((), 0, block_size)
 
     def extend(self, request: Request) -> None:
-        """Append the hashes of the request's full blocks that are not hashed yet.
+        """Append the hashes and contents of the request's full blocks that have none yet.
+
+        Raises:
+            OverflowError: a token id is not within [0, 2^32).
+        """
+        block_size = self.block_size
+        first, end = len(request.block_hashes), request.num_tokens // block_size
+        if first == end:
+            return
+        token_ids, spans = request.token_ids[first * block_size : end * block_size], request.extra_key_spans
+        parent = request.block_hashes[-1] if first else self.root
+        request.block_contents += block_contents(token_ids, spans, first, block_size)
+        request.block_hashes += self.hash_blocks(token_ids, spans, first, parent)
+
+    def hash_blocks(
+        self, token_ids: Sequence[int], spans: Sequence[ExtraKeySpan], first: int, parent: bytes
+    ) -> list[bytes]:
+        """The hashes of the whole blocks that `token_ids` fill, of which the first is block `first`, after `parent`.
 
         Raises:
             OverflowError: in our own modes, a token id is not within [0, 2^32).
         """
-        block_size = self.block_size
-        hashes, token_ids = request.block_hashes, request.token_ids
-        first, end = len(hashes), len(token_ids) // block_size
-        if first == end:
-            return
-        blocks = self._token_bytes(token_ids[first * block_size : end * block_size], block_size)
+        blocks = self._token_bytes(token_ids, self.block_size)
         extra_keys: Iterable[bytes] = repeat(self._no_extra_keys)
-        if request.extra_key_spans:
-            extra_keys = self._extra_keys(request.extra_key_spans, first, end - first)
+        if spans:
+            extra_keys = self._extra_keys(spans, first, len(blocks))
         new_hash, before_parent = self._hash, self._before_parent
-        parent = hashes[-1] if hashes else self.root
+        hashes = []
         for tokens, keys in zip(blocks, extra_keys):
             parent = new_hash(before_parent + parent + tokens + keys).digest()
             hashes.append(parent)
+        return hashes
 
     def _extra_keys(self, spans: Sequence[ExtraKeySpan], first: int, num_blocks: int) -> Iterator[bytes]:
         starts = range(first * self.block_size, (first + num_blocks) * self.block_size, self.block_size)

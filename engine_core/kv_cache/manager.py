@@ -4,64 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from engine_core.config import FreeOrder, FullPromptHit
+from engine_core.config import FreeOrder, FullPromptHit, PrefixMatchUnit, WindowRetention
 from engine_core.request import Request
+from engine_core.runner import SlotCopy
 
 from .block import KVCacheBlock
+from .block_content import num_common_tokens, partial_content
 from .block_pool import BlockPool
+from .block_table import BlockTable
+from .groups import first_visible_block, most_blocks
+from .prefix_hit import PrefixHit, Tail, find_hit
+from .prefix_tree import PrefixNode
 from .residency import BlockResidency, ObservedBlockPool
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """The longest cached prefix of a request: `num_tokens` tokens need not be computed.
-
-    `num_tokens` is a multiple of the block size, except when every block of the sequence is cached: then it
-    is one less, because the last token's logits are needed. `tail` holds what follows the whole blocks, to be
-    copied; only a fork has one.
-    """
-
-    blocks: Sequence[KVCacheBlock]
-    num_tokens: int
-    tail: KVCacheBlock | None = None
-
-
-NO_HIT = PrefixHit((), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """Why a request could not be admitted: its whole sequence lacked `num_blocks` blocks beyond `num_spare_blocks`.
 
-    `num_freed` is `BlockPool.num_freed` at that moment, `next_hash` that of the first block it did not find cached
-    (None if it cannot find more).
+    `num_freed` and `num_registered` are the pool's at that moment, `next_hash` that of the first block it did not find
+    cached (None if it cannot find more).
     """
 
     request: Request
     num_blocks: int
     num_spare_blocks: int
     num_freed: int
+    num_registered: int
     next_hash: bytes | None
 
 
-class BlockTable:
-    """The blocks of one request, in sequence order; append-only until freed.
+@dataclass(frozen=True, slots=True)
+class PendingCopies:
+    """What is copied for a request that was admitted in this step; `sources` are referenced until it has run."""
 
-    The first `num_shared_blocks` came from the cache and are never written. The first `num_registered_blocks`
-    can be found by lookups (or are shared).
-    """
-
-    __slots__ = ("block_ids", "blocks", "num_registered_blocks", "num_shared_blocks")
-
-    def __init__(self, shared: Sequence[KVCacheBlock]) -> None:
-        self.blocks = list(shared)
-        self.block_ids = [block.block_id for block in shared]
-        self.num_shared_blocks = self.num_registered_blocks = len(shared)
-
-    @property
-    def block_tables(self) -> Sequence[Sequence[int]]:
-        return (self.block_ids,)
+    copies: Sequence[SlotCopy]
+    sources: Sequence[KVCacheBlock]
 
 
 class KVCacheManager:
@@ -69,7 +49,14 @@ class KVCacheManager:
 
     A block is registered when the step that fills it is *scheduled*, so that another request of the same step can
     share it, or as soon as its tokens are known if that is later; until `commit_step` that is provisional, and
-    `withdraw`, for all requests `withdraw_step`, undoes it.
+    `withdraw`, for all requests `withdraw_step`, undoes it. Slots are copied only if a step that has run wrote them.
+
+    Args:
+        windows: of each KV cache group, how many tokens its layers see; None is all.
+        max_step_tokens: most tokens that one request computes in a step; only sequences with windows depend on it.
+        match_unit: with `token`, the beginning of a block is found, too, and copied; with `block`, whole blocks only.
+        window_retention: what groups with a window keep for lookups: all blocks, or, of a prompt alone, those that the
+            longest hit of the same prompt needs.
     """
 
     def __init__(
@@ -77,40 +64,100 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         *,
+        windows: Sequence[int | None] = (None,),
+        max_step_tokens: int = 1,
         enable_caching: bool = True,
+        match_unit: PrefixMatchUnit = "token",
         full_prompt_hit: FullPromptHit = "recompute_last_token",
         free_order: FreeOrder = "append_all",
+        window_retention: WindowRetention = "all",
         residency: BlockResidency | None = None,
     ) -> None:
         self.block_size = block_size
+        self.windows = tuple(windows)
+        self.max_step_tokens = max_step_tokens
         self.enable_caching = enable_caching
+        self.match_unit: PrefixMatchUnit = match_unit
         self.full_prompt_hit: FullPromptHit = full_prompt_hit
+        self.window_retention: WindowRetention = window_retention
         if residency is None:
-            self.pool = BlockPool(num_blocks, free_order)
+            self.pool = BlockPool(num_blocks, free_order, len(self.windows))
         else:
-            self.pool = ObservedBlockPool(num_blocks, free_order, residency)
+            self.pool = ObservedBlockPool(num_blocks, free_order, len(self.windows), residency)
         self.tables: dict[str, BlockTable] = {}
-        self._provisional: dict[str, list[KVCacheBlock]] = {}
+        self._provisional: dict[str, list[tuple[KVCacheBlock, PrefixNode]]] = {}
+        self._pending: dict[str, PendingCopies] = {}
         self._shortage: Shortage | None = None
+        self._no_hit = PrefixHit((), [()] * len(self.windows), 0)
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
-        """The longest run of cached blocks from the start of the sequence. Changes nothing."""
+        """The longest cached prefix of the sequence. Changes nothing."""
         if not self.enable_caching or not request.read_prefix_cache:
-            return NO_HIT
+            return self._no_hit
         num_tokens = request.num_tokens
         hashes = request.block_hashes
         if self.full_prompt_hit == "drop_last_block" and len(hashes) * self.block_size == num_tokens:
             hashes = hashes[:-1]
-        blocks = self.pool.get_cached_run(hashes)
-        return PrefixHit(blocks, min(len(blocks) * self.block_size, num_tokens - 1))
+        path = self.pool.tree.walk(hashes, request.block_contents)
+        return find_hit(path, num_tokens, self.windows, self.block_size, partial(self._find_tail, request, path))
 
-    def get_forked_blocks(self, request: Request, parent: Request) -> PrefixHit:
-        """All but the last token of a prompt that `parent`, which holds blocks, has computed whole. Changes nothing."""
+    def _find_tail(self, request: Request, path: Sequence[PrefixNode], num_whole: int) -> Tail | None:
+        """The longest beginning of the next block that can be copied.
+
+        O(log children + block size), and a glance at every running request for the block it is filling.
+        """
+        size = self.block_size
+        start = num_whole * size
+        end = min(start + size, request.num_tokens - 1)
+        if self.match_unit == "block" or end <= start:
+            return None
+        tree = self.pool.tree
+        parent = path[num_whole - 1] if num_whole else tree.root
+        content = partial_content(request.token_ids, request.extra_key_spans, start, end, size)
+        node, num_slots = tree.longest_match(parent, content)
+        filling: tuple[BlockTable, int] | None = None
+        for table in self.tables.values():
+            index, num_filled = divmod(table.request.num_computed_tokens, size)
+            if num_filled <= num_slots or self._parent_of_tail(table, index) is not parent:
+                continue
+            other = table.request
+            theirs = partial_content(
+                other.token_ids, other.extra_key_spans, index * size, index * size + num_filled, size
+            )
+            if (num_common := num_common_tokens(theirs, content)) > num_slots:
+                num_slots, filling = num_common, (table, index)
+        if filling is not None:
+            table, index = filling
+            return Tail(table.at(index), num_slots)
+        if node is None:
+            return None
+        blocks = [node.filled_block(group) for group in range(len(self.windows))]
+        return Tail([block for block in blocks if block is not None], num_slots)
+
+    def _parent_of_tail(self, table: BlockTable, index: int) -> PrefixNode | None:
+        """The node before block `index`, the first one that is computed in part; None if nobody may copy from that."""
+        if index < table.num_shared_blocks or index > len(table.nodes) or table.request.request_id in self._pending:
+            return None
+        return table.nodes[index - 1] if index else self.pool.tree.root
+
+    def get_forked_blocks(self, request: Request, parent: Request) -> PrefixHit | None:
+        """All but the last token of a prompt that `parent`, which holds blocks, has computed whole. Changes nothing.
+
+        None if `parent` is so far that it has given back what these tokens see.
+        """
+        table = self.tables[parent.request_id]
         num_hit_tokens = request.num_prompt_tokens - 1
         num_full = request.num_prompt_tokens // self.block_size
-        blocks = self.tables[parent.request_id].blocks
-        has_tail = num_hit_tokens > num_full * self.block_size
-        return PrefixHit(blocks[:num_full], num_hit_tokens, blocks[num_full] if has_tail else None)
+        num_slots = num_hit_tokens - num_full * self.block_size
+        blocks: list[list[KVCacheBlock | None]] = []
+        for group, window in enumerate(self.windows):
+            first = first_visible_block(window, num_hit_tokens, self.block_size)
+            if table.num_given_back[group] > first:
+                return None
+            unseen: list[KVCacheBlock | None] = [None] * first
+            blocks.append(unseen + table.blocks[group][first:num_full])
+        tail = Tail(table.at(num_full), num_slots) if num_slots > 0 else None
+        return PrefixHit(table.nodes[:num_full], blocks, num_hit_tokens, tail)
 
     def still_lacks_room(self, request: Request, num_spare_blocks: int = 0) -> bool:
         """Whether `allocate_slots` with `reserve_full_sequence`, refused to this request before, would be again.
@@ -124,92 +171,204 @@ class KVCacheManager:
             shortage is not None
             and shortage.request is request
             and shortage.num_spare_blocks == num_spare_blocks
-            and shortage.next_hash not in self.pool.cached
             and self.pool.num_freed - shortage.num_freed < shortage.num_blocks
+            and not self._may_hit_more(shortage)
         )
+
+    def _may_hit_more(self, shortage: Shortage) -> bool:
+        if self.windows != (None,):
+            # Any block that comes back may be the one that its window lacked.
+            return self.pool.num_registered != shortage.num_registered
+        return shortage.next_hash is not None and self.pool.tree.holds(shortage.next_hash)
 
     def allocate_slots(
         self,
         request: Request,
         num_new_tokens: int,
-        hit: PrefixHit = NO_HIT,
+        hit: PrefixHit | None = None,
         *,
         reserve_full_sequence: bool = False,
         num_spare_blocks: int = 0,
     ) -> list[KVCacheBlock] | None:
         """Make room for `num_new_tokens` more tokens after those computed, and register the blocks they fill.
 
-        `hit` is given when the request has no table yet: its blocks become the head of the table. Returns the newly
-        taken blocks, or None, with nothing changed, if they would leave fewer than `num_spare_blocks` free
-        or, with `reserve_full_sequence`, if the rest of the sequence would not fit either.
+        `hit` is given when the request has no table yet: its blocks become the head of the table, and what its tail
+        has is to be copied (`copies_for`). Returns the newly taken blocks, group after group, or None if they would
+        leave fewer than `num_spare_blocks` free or, with `reserve_full_sequence`, if the rest of the sequence would not
+        fit either. Then nothing has changed, but that blocks out of all windows were given back.
         """
         table = self.tables.get(request.request_id)
-        num_held = len(hit.blocks) if table is None else len(table.blocks)
-        num_tokens = num_new_tokens + (hit.num_tokens if table is None else request.num_computed_tokens)
-        num_needed = -(-num_tokens // self.block_size) - num_held
-        num_required = num_spare_blocks + num_needed
+        if table is None:
+            return self._admit(request, num_new_tokens, hit or self._no_hit, reserve_full_sequence, num_spare_blocks)
+        self._give_back_unseen(table)
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        num_needed = (-(-num_tokens // self.block_size) - len(table)) * len(self.windows)
+        if num_needed + num_spare_blocks > self.pool.num_free_blocks:
+            return None
+        return self._extend(table, num_needed, num_tokens)
+
+    def _admit(
+        self, request: Request, num_new_tokens: int, hit: PrefixHit, reserve_full_sequence: bool, num_spare_blocks: int
+    ) -> list[KVCacheBlock] | None:
+        touched = hit.touched()
+        num_tokens = hit.num_tokens + num_new_tokens
+        num_needed = (-(-num_tokens // self.block_size) - hit.num_whole_blocks) * len(self.windows)
+        num_required = num_needed
         if reserve_full_sequence:
-            num_required = num_spare_blocks + -(-request.num_tokens // self.block_size) - num_held
-        num_required += len([block for block in hit.blocks if block.ref_cnt == 0])
+            num_in_all = most_blocks(self.windows, request.num_tokens, self.block_size, self.max_step_tokens)
+            num_required = max(num_needed, num_in_all - len(touched))
+        sources = () if hit.tail is None else hit.tail.blocks
+        num_required += num_spare_blocks + len([block for block in (*touched, *sources) if block.ref_cnt == 0])
         num_lacking = num_required - self.pool.num_free_blocks
         if num_lacking > 0:
             if reserve_full_sequence:
-                self._shortage = Shortage(
-                    request, num_lacking, num_spare_blocks, self.pool.num_freed, self._first_missing_hash(request, hit)
-                )
+                self._note_shortage(request, num_lacking, num_spare_blocks, hit)
             return None
-        if table is None:
-            self._shortage = None
-            self.pool.touch(hit.blocks)
-            table = self.tables[request.request_id] = BlockTable(hit.blocks)
+        self._shortage = None
+        self.pool.touch([*touched, *sources])
+        table = self.tables[request.request_id] = BlockTable(request, hit.nodes, hit.blocks)
+        new_blocks = self._extend(table, num_needed, num_tokens)
+        if hit.tail is not None:
+            targets = table.at(hit.num_whole_blocks)
+            copies = [
+                SlotCopy(source.block_id, target.block_id, hit.tail.num_slots)
+                for source, target in zip(sources, targets, strict=True)
+            ]
+            self._pending[request.request_id] = PendingCopies(copies, sources)
+        return new_blocks
+
+    def _note_shortage(self, request: Request, num_lacking: int, num_spare_blocks: int, hit: PrefixHit) -> None:
+        next_hash = None
+        if request.read_prefix_cache and hit.num_whole_blocks < len(request.block_hashes):
+            next_hash = request.block_hashes[hit.num_whole_blocks]
+        self._shortage = Shortage(
+            request, num_lacking, num_spare_blocks, self.pool.num_freed, self.pool.num_registered, next_hash
+        )
+
+    def _extend(self, table: BlockTable, num_needed: int, num_tokens: int) -> list[KVCacheBlock]:
         new_blocks: list[KVCacheBlock] = []
         if num_needed > 0:
             new_blocks = self.pool.get_new_blocks(num_needed)
-            table.blocks += new_blocks
-            table.block_ids += [block.block_id for block in new_blocks]
-        self._register_full_blocks(request, table, num_tokens)
+            share = num_needed // len(self.windows)
+            for group in range(len(self.windows)):
+                table.extend(group, new_blocks[group * share : (group + 1) * share])
+        self._register_full_blocks(table, num_tokens)
         return new_blocks
 
-    def _first_missing_hash(self, request: Request, hit: PrefixHit) -> bytes | None:
-        if not request.read_prefix_cache or len(hit.blocks) >= len(request.block_hashes):
-            return None
-        return request.block_hashes[len(hit.blocks)]
+    def _give_back_unseen(self, table: BlockTable) -> None:
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                first = first_visible_block(window, table.request.num_computed_tokens, self.block_size)
+                self.pool.free_blocks(table.give_back(group, first))
+
+    def copies_for(self, request: Request) -> Sequence[SlotCopy]:
+        """What has to be copied before the step in which the request was just admitted."""
+        pending = self._pending.get(request.request_id)
+        return () if pending is None else pending.copies
 
     def register_known(self, request: Request) -> None:
         """Steps that have run or are running compute all tokens of the request: register the blocks they fill."""
-        self._register_full_blocks(request, self.tables[request.request_id], request.num_tokens)
+        self._register_full_blocks(self.tables[request.request_id], request.num_tokens)
 
-    def _register_full_blocks(self, request: Request, table: BlockTable, num_tokens: int) -> None:
-        first = table.num_registered_blocks
+    def _register_full_blocks(self, table: BlockTable, num_tokens: int) -> None:
+        request = table.request
+        first = len(table.nodes)
         # A token that a step computes before it is known, at most one, is in no hash yet.
         num_full = min(num_tokens, request.num_tokens) // self.block_size
-        if first >= num_full or not self.enable_caching:
+        if first >= num_full or not self.enable_caching or not table.is_registrable:
             return
-        blocks = table.blocks[first:num_full]
-        self.pool.register(blocks, request.block_hashes[first:num_full])
-        table.num_registered_blocks = num_full
-        self._provisional.setdefault(request.request_id, []).extend(blocks)
+        tree, nodes = self.pool.tree, table.nodes
+        provisional = self._provisional.setdefault(request.request_id, [])
+        parent = self._live_node(table, first)
+        for index in range(first, num_full):
+            node = tree.add(parent, request.block_hashes[index], request.block_contents[index])
+            if node is None:
+                table.is_registrable = False
+                return
+            for group, window in enumerate(self.windows):
+                block = table.blocks[group][index]
+                if block is not None and (window is None or self._is_kept(request, index, window)):
+                    self.pool.register(node, group, block)
+                    provisional.append((block, node))
+            nodes.append(node)
+            parent = node
+        # Of what no group keeps, nothing stays.
+        tree.prune(parent)
+
+    def _is_kept(self, request: Request, index: int, window: int) -> bool:
+        if self.window_retention == "all":
+            return True
+        end = (request.num_prompt_tokens - 1) // self.block_size
+        return first_visible_block(window, end * self.block_size, self.block_size) <= index < end
+
+    def _live_node(self, table: BlockTable, num_blocks: int) -> PrefixNode:
+        """That of the first `num_blocks` blocks of `table`; made again if it was forgotten since."""
+        tree, nodes, request = self.pool.tree, table.nodes, table.request
+        first = num_blocks
+        while first > 0 and not nodes[first - 1].is_live:
+            first -= 1
+        parent = nodes[first - 1] if first else tree.root
+        for index in range(first, num_blocks):
+            node = tree.add(parent, request.block_hashes[index], request.block_contents[index])
+            assert node is not None
+            parent = nodes[index] = node
+        return parent
 
     def commit_step(self) -> None:
-        """The step has run: what it registered holds."""
+        """The step has run: what it registered holds, and what was to be copied is."""
+        for registered in self._provisional.values():
+            self.pool.tree.fill([block for block, node in registered if block.node is node])
         self._provisional.clear()
+        for pending in self._pending.values():
+            self.pool.free_blocks(pending.sources)
+        self._pending.clear()
 
     def withdraw(self, request: Request) -> None:
         """Free the request's blocks; those it registered in the present step were never filled and are forgotten."""
-        self.pool.unregister(self._provisional.pop(request.request_id, ()))
+        self._forget(self._provisional.pop(request.request_id, ()))
         self.free(request)
 
     def withdraw_step(self) -> None:
-        """The step has failed: forget what it registered, also for requests that hold no blocks any more."""
-        for blocks in self._provisional.values():
-            self.pool.unregister(blocks)
+        """The step has failed: forget what it registered, also for requests that hold no blocks any more.
+
+        Those that do are to be freed. Whatever was to be copied for them is not taken for copied.
+        """
+        for registered in self._provisional.values():
+            self._forget(registered)
         self._provisional.clear()
 
+    def _forget(self, registered: Sequence[tuple[KVCacheBlock, PrefixNode]]) -> None:
+        self.pool.unregister(block for block, node in registered if block.node is node)
+
     def free(self, request: Request) -> None:
-        """Give up the request's table, deepest block first. A request without one is fine."""
-        table = self.tables.pop(request.request_id, None)
-        if table is not None:
-            self.pool.free_blocks(reversed(table.blocks))
+        """Give up the request's table, deepest block first. A request without one is fine.
+
+        What steps that have run wrote into a block that is not full can be copied until the block is taken.
+        """
+        table = self.tables.get(request.request_id)
+        if table is None:
+            return
+        self._keep_tail(table)
+        del self.tables[request.request_id]
+        if (pending := self._pending.pop(request.request_id, None)) is not None:
+            self.pool.free_blocks(pending.sources)
+        self.pool.free_blocks(table.from_the_end())
+
+    def _keep_tail(self, table: BlockTable) -> None:
+        request = table.request
+        index, num_filled = divmod(request.num_computed_tokens, self.block_size)
+        if not (num_filled and self.enable_caching and self.match_unit == "token"):
+            return
+        if self._parent_of_tail(table, index) is None:
+            return
+        blocks = table.at(index)
+        if any(block.node is not None for block in blocks):
+            return
+        start = index * self.block_size
+        content = partial_content(
+            request.token_ids, request.extra_key_spans, start, start + num_filled, self.block_size
+        )
+        self.pool.tree.add_partial(self._live_node(table, index), content, blocks)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while any request holds a block."""

@@ -86,13 +86,13 @@ class _Durations:
 class ObservedBlockPool(BlockPool):
     """A pool that tells `residency` what happens to its blocks."""
 
-    def __init__(self, num_blocks: int, free_order: FreeOrder, residency: BlockResidency) -> None:
-        super().__init__(num_blocks, free_order)
+    def __init__(self, num_blocks: int, free_order: FreeOrder, num_groups: int, residency: BlockResidency) -> None:
+        super().__init__(num_blocks, free_order, num_groups)
         self._residency = residency
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
         first = itertools.islice(self.free_queue, count)
-        evicted_ids = [block.block_id for block in first if block.block_hash is not None]
+        evicted_ids = [block.block_id for block in first if block.node is not None]
         blocks = super().get_new_blocks(count)
         self._residency.taken(blocks, evicted_ids)
         return blocks

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import cbor2
 import numpy as np
 
+TOKEN_BYTES = 4
+
 # CBOR has four classes of integers below 2^32: where each but the first starts, how many bytes its integers take, and
 # its initial byte at its place in the big-endian number that those bytes make up.
 _CBOR_CLASS_STARTS = np.array([24, 1 << 8, 1 << 16], dtype=np.uint64)
@@ -20,8 +22,8 @@ _CBOR_CLASS_MASKS = (np.arange(8) >= 8 - _CBOR_CLASS_BYTES[:, None]).view(np.uin
 _CBOR_MANY_BLOCKS = 12
 
 
-def own_token_bytes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """For each block, in Foreword's own layout. `token_ids` fill whole blocks.
+def token_id_bytes(token_ids: Sequence[int]) -> bytes:
+    """`TOKEN_BYTES` for each id, little-endian.
 
     Raises:
         OverflowError: an id is not within [0, 2^32).
@@ -29,7 +31,16 @@ def own_token_bytes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
     ids = array("I", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
-    data, size = ids.tobytes(), ids.itemsize * block_size
+    return ids.tobytes()
+
+
+def own_token_bytes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """For each block, in Foreword's own layout. `token_ids` fill whole blocks.
+
+    Raises:
+        OverflowError: an id is not within [0, 2^32).
+    """
+    data, size = token_id_bytes(token_ids), TOKEN_BYTES * block_size
     count = block_size.to_bytes(4, "little")
     return [count + data[start : start + size] for start in range(0, len(data), size)]
 

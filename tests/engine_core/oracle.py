@@ -76,4 +76,9 @@ def peer_cached_blocks(state: dict) -> dict[int, str]:
 
 
 def duplicates(pool: BlockPool, hex_len: int) -> dict[str, list[int]]:
-    return {digest.hex()[:hex_len]: list(entry) for digest, entry in pool.cached.items() if isinstance(entry, dict)}
+    copies = pool.tree.copies()
+    return {
+        digest.hex()[:hex_len]: [block.block_id for block in blocks]
+        for digest, blocks in copies.items()
+        if len(blocks) > 1
+    }

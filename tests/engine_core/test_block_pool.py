@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_core.kv_cache import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock
+from tests.engine_core.cached import cache_apart, cached_apart
 
 
 def ids(queue: FreeKVCacheBlockQueue) -> list[int]:
@@ -56,23 +57,23 @@ def test_the_oldest_copy_serves_hits_and_the_next_takes_over():
     pool = BlockPool(4)
     copies = pool.get_new_blocks(3)
     for block in copies:
-        pool.register([block], [b"h"])
-    assert pool.get_cached_run([b"h"]) == [copies[0]]
+        cache_apart(pool, [block], [b"h"])
+    assert cached_apart(pool, [b"h"]) == [copies[0]]
     pool.unregister([copies[0]])
-    assert pool.get_cached_run([b"h"]) == [copies[1]]
+    assert cached_apart(pool, [b"h"]) == [copies[1]]
     pool.unregister([copies[2]])
-    assert pool.get_cached_run([b"h"]) == [copies[1]]
+    assert cached_apart(pool, [b"h"]) == [copies[1]]
     pool.unregister([copies[1]])
-    assert not pool.get_cached_run([b"h"]) and not pool.cached
+    assert not cached_apart(pool, [b"h"]) and not pool.tree.copies()
 
 
 def test_reset_refuses_while_a_block_is_in_use():
     pool = BlockPool(2)
     (block,) = pool.get_new_blocks(1)
-    pool.register([block], [b"h"])
-    assert not pool.reset() and pool.get_cached_run([b"h"]) == [block]
+    cache_apart(pool, [block], [b"h"])
+    assert not pool.reset() and cached_apart(pool, [b"h"]) == [block]
     pool.free_blocks([block])
-    assert pool.reset() and not pool.get_cached_run([b"h"]) and block.block_hash is None
+    assert pool.reset() and not cached_apart(pool, [b"h"]) and block.block_hash is None
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -127,7 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
     def hit(self, data: st.DataObject):
         count = data.draw(st.integers(1, len(self.copies)))
         chosen = [self.copies[block_hash][0] for block_hash in list(self.copies)[:count]]
-        found = self.pool.get_cached_run([*list(self.copies)[:count], b"not cached", *self.copies])
+        found = cached_apart(self.pool, [*list(self.copies)[:count], b"not cached", *self.copies])
         assert [block.block_id for block in found] == chosen
         self.pool.touch(found)
         for block_id in chosen:
@@ -142,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
         if not candidates:
             return
         block_id = data.draw(st.sampled_from(candidates))
-        self.pool.register([self.pool.blocks[block_id]], [digest])
+        cache_apart(self.pool, [self.pool.blocks[block_id]], [digest])
         self.hash_of[block_id] = digest
         self.copies.setdefault(digest, []).append(block_id)
 
@@ -171,8 +172,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert min(self.refs) >= 0
         assert pool.num_free_blocks + sum(refs > 0 for refs in self.refs) == pool.num_blocks
         assert {b.block_id: b.block_hash for b in pool.blocks if b.block_hash is not None} == self.hash_of
-        entries = {h: [e.block_id] if isinstance(e, KVCacheBlock) else list(e) for h, e in pool.cached.items()}
-        assert entries == self.copies
+        assert {h: [b.block_id for b in blocks] for h, blocks in pool.tree.copies().items()} == self.copies
+        assert pool.tree.num_held == len(self.copies)
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -60,7 +60,7 @@ def assert_idle(engine: EngineCore) -> None:
     assert all(block.ref_cnt == 0 for block in kv.pool.blocks)
     assert sorted(block.block_id for block in kv.pool.free_queue) == list(range(kv.pool.num_blocks))
     hashed = {block.block_hash for block in kv.pool.blocks if block.block_hash is not None}
-    assert hashed == set(kv.pool.cached)
+    assert hashed == set(kv.pool.tree.copies())
 
 
 def complete(engine: EngineCore, prompt: Sequence[int], max_tokens: int = 4, **fields) -> list[RequestOutput]:
@@ -107,7 +107,7 @@ class TestOutputs:
         cold, warm = (complete(engine, range(num_tokens)) for _ in range(2))
         assert tokens_of(cold) == tokens_of(warm)
         assert {output.num_cached_tokens for output in cold} == {0}
-        assert {output.num_cached_tokens for output in warm} == {min(num_tokens // B * B, num_tokens - 1)}
+        assert {output.num_cached_tokens for output in warm} == {num_tokens - 1}
 
     def test_the_next_turn_of_a_chat_reuses_the_generated_tokens_too(self):
         engine = make_engine()
@@ -116,7 +116,7 @@ class TestOutputs:
             outputs = complete(engine, history, 6)
             history = history + tokens_of(outputs) + [7, 8, 9]
             # the last sampled token was never computed
-            reusable = (len(history) - 4) // B * B
+            reusable = len(history) - 4
             assert complete(engine, history, 1)[0].num_cached_tokens == reusable
 
 
@@ -201,12 +201,12 @@ class TestSeveralContinuations:
         for _ in range(2):
             complete(engine, range(10), 2, sampling={"n": 4})
         stats = engine.stats()
-        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 9)
 
     def test_cached_tokens_are_the_same_for_all(self):
         engine = make_engine()
         complete(engine, range(10), 1)
-        assert {output.num_cached_tokens for output in complete(engine, range(10), 3, sampling={"n": 3})} == {8}
+        assert {output.num_cached_tokens for output in complete(engine, range(10), 3, sampling={"n": 3})} == {9}
 
     def test_a_continuation_starts_with_the_hashes_of_its_prompt_only(self):
         """The first output completes a block; what another continuation puts there is something else."""
@@ -364,7 +364,7 @@ class TestEnding:
         engine.add_request(make_request(range(10), 50, "a"))
         engine.step()
         engine.abort_requests(["a"])
-        assert complete(engine, range(10), 1)[0].num_cached_tokens == 8
+        assert complete(engine, range(10), 1)[0].num_cached_tokens == 9
 
     def test_a_failed_step_ends_its_requests_and_leaves_nothing_in_the_cache(self):
         engine = make_engine(max_num_seqs=2)
@@ -399,7 +399,7 @@ class TestEnding:
         engine.runner.fail_next = True
         assert engine.step().outputs[0].finish_reason == "error"
         assert_idle(engine)
-        assert complete(engine, range(10), 1)[0].num_cached_tokens == 8
+        assert complete(engine, range(10), 1)[0].num_cached_tokens == 9
 
 
 class TestCacheControl:
@@ -409,7 +409,7 @@ class TestCacheControl:
         engine.add_request(request)
         engine.step()
         assert engine.reset_prefix_cache() == PrefixCacheReset(num_dropped_blocks=0, num_blocks_in_use=3)
-        assert engine.reset_prefix_cache(reset_running_requests=True) == PrefixCacheReset(2, 0)
+        assert engine.reset_prefix_cache(reset_running_requests=True) == PrefixCacheReset(3, 0)
         assert engine.stats().num_cached_hashes == 0
         outputs = run(engine)[request.request_id]
         assert tokens_of(outputs) == expected_output(range(10), 6, VOCAB)[1:]
@@ -430,7 +430,7 @@ class TestCacheControl:
         salted = {"extra_key_spans": (ExtraKeySpan(0, 1, "cache_salt", "tenant"),)}
         complete(engine, range(10), 1)
         assert complete(engine, range(10), 1, **salted)[0].num_cached_tokens == 0
-        assert complete(engine, range(10), 1, **salted)[0].num_cached_tokens == 8
+        assert complete(engine, range(10), 1, **salted)[0].num_cached_tokens == 9
 
     def test_hits_are_counted_in_tokens_once_per_request(self):
         engine = make_engine(8)

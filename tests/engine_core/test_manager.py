@@ -24,9 +24,9 @@ def new_request(request_id: str, tokens: Sequence[int], **options) -> Request:
 def admit(manager: KVCacheManager, request: Request, *, commit: bool = True) -> PrefixHit:
     hit = manager.get_computed_blocks(request)
     assert manager.allocate_slots(request, request.num_tokens - hit.num_tokens, hit) is not None
-    request.num_computed_tokens = request.num_tokens
     if commit:
         manager.commit_step()
+        request.num_computed_tokens = request.num_tokens
     return hit
 
 
@@ -46,7 +46,7 @@ def state(manager: KVCacheManager) -> tuple:
     return (
         [block.block_id for block in pool.free_queue],
         [(block.ref_cnt, block.block_hash) for block in pool.blocks],
-        {name: table.block_ids.copy() for name, table in manager.tables.items()},
+        {name: table.block_tables[0].copy() for name, table in manager.tables.items()},
     )
 
 
@@ -57,8 +57,7 @@ def test_a_repeated_prompt_computes_at_least_one_token_and_caches_all_it_can(num
     first = new_request("first", tokens)
     assert admit(manager, first).num_tokens == 0
     second = new_request("second", tokens)
-    full_blocks = num_tokens // B * B
-    assert admit(manager, second).num_tokens == min(full_blocks, num_tokens - 1)
+    assert admit(manager, second).num_tokens == num_tokens - 1
 
 
 def test_a_full_hit_shares_every_block_and_writes_only_new_ones():
@@ -70,15 +69,15 @@ def test_a_full_hit_shares_every_block_and_writes_only_new_ones():
     hit = admit(manager, second)
     table = manager.tables["second"]
     assert hit.num_tokens == 2 * B - 1
-    assert table.block_ids == manager.tables["first"].block_ids and table.num_shared_blocks == 2
+    assert table.block_tables[0] == manager.tables["first"].block_tables[0] and table.num_shared_blocks == 2
     assert manager.pool.num_free_blocks == free_before, "nothing is allocated"
-    assert [manager.pool.blocks[b].ref_cnt for b in table.block_ids] == [2, 2]
+    assert [manager.pool.blocks[b].ref_cnt for b in table.block_tables[0]] == [2, 2]
     (new_block,) = append(manager, second, 99)
-    assert new_block not in manager.tables["first"].block_ids, "a shared block is never written"
+    assert new_block not in manager.tables["first"].block_tables[0], "a shared block is never written"
 
 
 def test_drop_last_block_gives_up_the_whole_last_block_as_peers_do():
-    manager = KVCacheManager(8, B, full_prompt_hit="drop_last_block")
+    manager = KVCacheManager(8, B, full_prompt_hit="drop_last_block", match_unit="block")
     tokens = list(range(2 * B))
     admit(manager, new_request("first", tokens))
     assert admit(manager, new_request("second", tokens)).num_tokens == B
@@ -88,7 +87,7 @@ def test_only_full_blocks_have_a_hash():
     manager = KVCacheManager(8, B)
     request = new_request("r", list(range(B + 1)))
     admit(manager, request)
-    first, second = (manager.pool.blocks[b] for b in manager.tables["r"].block_ids)
+    first, second = (manager.pool.blocks[b] for b in manager.tables["r"].block_tables[0])
     assert first.block_hash is not None and second.block_hash is None
     for token_id in range(B - 1):
         append(manager, request, 50 + token_id)
@@ -101,7 +100,7 @@ def test_a_block_that_will_be_full_in_this_step_is_shared_in_this_step():
     admit(manager, new_request("first", tokens), commit=False)
     hit = admit(manager, new_request("second", tokens), commit=False)
     assert hit.num_tokens == B
-    assert manager.tables["second"].block_ids[0] == manager.tables["first"].block_ids[0]
+    assert manager.tables["second"].block_tables[0][0] == manager.tables["first"].block_tables[0][0]
 
 
 def test_a_withdrawn_request_leaves_nothing_of_this_step_in_the_cache():
@@ -137,7 +136,7 @@ def test_hits_are_touched_before_new_blocks_are_taken():
     assert next(iter(manager.pool.free_queue)).block_id == 0, "the cached block is next to be evicted"
     second = new_request("second", list(range(B)) + [5] * (2 * B))
     assert admit(manager, second).num_tokens == B
-    table = manager.tables["second"].block_ids
+    table = manager.tables["second"].block_tables[0]
     assert table[0] == 0 and len(set(table)) == 3
 
 
@@ -150,7 +149,7 @@ def test_an_allocation_that_does_not_fit_changes_nothing(reserve_full_sequence: 
     admit(manager, new_request("other", [9] * B))
     big = new_request("big", list(range(4 * B)))
     hit = manager.get_computed_blocks(big)
-    assert len(hit.blocks) == 1
+    assert hit.num_whole_blocks == 1
     before = state(manager)
     num_new = B if reserve_full_sequence else 3 * B
     assert (
@@ -194,17 +193,17 @@ def test_a_duplicate_vanishes_when_its_request_is_freed_and_evicted():
     admit(manager, new_request("first", tokens))
     second = new_request("second", tokens, read_prefix_cache=False)
     admit(manager, second)
-    (entry,) = manager.pool.cached.values()
-    assert isinstance(entry, dict) and len(entry) == 2
+    (copies,) = manager.pool.tree.copies().values()
+    assert len(copies) == 2
     manager.free(second)
     manager.pool.get_new_blocks(3)
-    assert list(manager.pool.cached.values()) == [manager.pool.blocks[0]]
+    assert list(manager.pool.tree.copies().values()) == [[manager.pool.blocks[0]]]
 
 
 def test_a_request_that_does_not_read_still_writes():
     manager = KVCacheManager(8, B)
     request = new_request("r", list(range(B)), read_prefix_cache=False)
-    assert admit(manager, request) == PrefixHit((), 0)
+    assert admit(manager, request).num_tokens == 0
     assert manager.get_computed_blocks(new_request("reader", list(range(B + 1)))).num_tokens == B
 
 
@@ -213,7 +212,7 @@ def test_without_caching_nothing_is_found_and_nothing_has_a_hash():
     tokens = list(range(2 * B))
     for name in ("first", "second"):
         assert admit(manager, new_request(name, tokens)).num_tokens == 0
-    assert not manager.pool.cached
+    assert not manager.pool.tree.copies()
     assert all(block.block_hash is None for block in manager.pool.blocks)
 
 

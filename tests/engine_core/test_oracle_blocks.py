@@ -1,16 +1,27 @@
 """The KV cache manager, operation by operation, against a peer's recorded states.
 
-The traces cover everything but sliding windows. Under the peer's two rules for freed blocks every observable agrees:
+Under the peer's two rules for freed blocks every observable agrees:
 hits, block ids, order of the free queue, reference counts, cached sets, duplicates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from engine_core.kv_cache import KVCacheManager
+from engine_core.kv_cache import KVCacheBlock, KVCacheManager, PrefixHit
 from engine_core.request import Request
 from tests.engine_core import oracle
+
+
+def ids_in(blocks: Sequence[KVCacheBlock | None]) -> list[int]:
+    """As the traces have them: what is out of the window is −1 (the peer's null block, 0)."""
+    return [-1 if block is None else block.block_id for block in blocks]
+
+
+def ids_of(hit: PrefixHit) -> list[int]:
+    return ids_in(hit.blocks[0])
 
 
 class Replay:
@@ -23,6 +34,10 @@ class Replay:
             enable_caching=header["enable_caching"],
             full_prompt_hit="drop_last_block",
             free_order=free_order,
+            match_unit="block",
+            max_step_tokens=header["max_model_len"],
+            windows=(header.get("sliding_window"),),
+            window_retention="all" if header.get("retention_interval") is None else "prompt_tail",
         )
         self.hasher = oracle.make_hasher(header)
         self.hex_len = header["hash_hex_len"]
@@ -62,7 +77,7 @@ class Replay:
             allocated = self.manager.allocate_slots(request, num_tokens, hit, num_spare_blocks=spare, **gate)
             if allocated is not None:
                 request.num_computed_tokens = hit.num_tokens
-                self.hit_ids = [block.block_id for block in hit.blocks]
+                self.hit_ids = ids_of(hit)
         assert (allocated is not None) == result["ok"]
         if allocated is None:
             return None
@@ -74,7 +89,7 @@ class Replay:
     def lookup(self, op: dict, result: dict) -> None:
         hit = self.manager.get_computed_blocks(self.requests[op["id"]])
         assert hit.num_tokens == result["num_cached_tokens"]
-        assert [block.block_id for block in hit.blocks] == oracle.ours(result["hit_block_ids"])
+        assert ids_of(hit) == oracle.ours(result["hit_block_ids"])
 
     def free(self, op: dict, result: dict) -> None:
         self.manager.free(self.requests.pop(op["id"]))
@@ -113,7 +128,7 @@ def test_trace_replays_exactly(name: str, monkeypatch: pytest.MonkeyPatch):
         assert oracle.ref_counts(pool) == {int(b) - 1: n for b, n in state["ref_counts"].items()}, context
         peer_duplicates = {digest: oracle.ours(ids) for digest, ids in state["duplicates"].items()}
         assert oracle.duplicates(pool, hex_len) == peer_duplicates, context
-        tables = {request_id: table.block_ids for request_id, table in replay.manager.tables.items()}
+        tables = {request_id: ids_in(table.blocks[0]) for request_id, table in replay.manager.tables.items()}
         assert tables == {
             request_id: oracle.ours(request["block_ids"])
             for request_id, request in state["requests"].items()

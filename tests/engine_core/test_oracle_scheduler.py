@@ -24,6 +24,7 @@ class Replay:
             header["block_size"],
             enable_caching=header["enable_caching"],
             full_prompt_hit="drop_last_block",
+            match_unit="block",
             free_order=oracle.FREE_ORDERS[header["free_order"]],
         )
         self.scheduler = Scheduler(
@@ -55,7 +56,7 @@ class Replay:
 
     def step(self, op: dict, result: dict) -> None:
         scheduler, vocab = self.scheduler, self.header["vocab"]
-        before = {request_id: len(t.block_ids) for request_id, t in scheduler.kv.tables.items()}
+        before = {request_id: len(t) for request_id, t in scheduler.kv.tables.items()}
         resumed = {request.request_id for request in scheduler.waiting if request.num_preemptions}
         step = scheduler.schedule()
         assert self.described(step, before, resumed) == [

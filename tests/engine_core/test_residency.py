@@ -12,6 +12,7 @@ from engine_core.kv_cache.residency import ObservedBlockPool
 from ipc.messages import EngineRequest, SamplingParams
 from ipc.stats import RESIDENCY_BOUNDS_S
 from tests.checking_runner import CheckingRunner, expected_output
+from tests.engine_core.cached import cache_apart
 
 B = 4
 
@@ -36,9 +37,9 @@ def totals(watched: BlockResidency) -> dict[str, tuple[int, float]]:
 
 def test_a_blocks_life(clock: Clock) -> None:
     watched = BlockResidency(1.0)
-    pool = ObservedBlockPool(2, "append_all", watched)
+    pool = ObservedBlockPool(2, "append_all", 1, watched)
     (block,) = pool.get_new_blocks(1)
-    pool.register([block], [b"hash"])
+    cache_apart(pool, [block], [b"hash"])
     clock.now_s += 3
     pool.touch([block])  # a second request finds it
     clock.now_s += 4
@@ -56,10 +57,10 @@ def test_a_blocks_life(clock: Clock) -> None:
 @pytest.mark.parametrize("give_up", ["without hash", "reset"])
 def test_what_nobody_could_find_any_more_is_no_eviction(clock: Clock, give_up: str) -> None:
     watched = BlockResidency(1.0)
-    pool = ObservedBlockPool(1, "append_all", watched)
+    pool = ObservedBlockPool(1, "append_all", 1, watched)
     (block,) = pool.get_new_blocks(1)
     if give_up == "reset":
-        pool.register([block], [b"hash"])
+        cache_apart(pool, [block], [b"hash"])
     pool.free_blocks([block])
     if give_up == "reset":
         assert pool.reset()
@@ -70,20 +71,20 @@ def test_what_nobody_could_find_any_more_is_no_eviction(clock: Clock, give_up: s
 
 def test_a_pool_without_enough_blocks_changes_nothing(clock: Clock) -> None:
     watched = BlockResidency(1.0)
-    pool = ObservedBlockPool(1, "append_all", watched)
+    pool = ObservedBlockPool(1, "append_all", 1, watched)
     (block,) = pool.get_new_blocks(1)
-    pool.register([block], [b"hash"])
+    cache_apart(pool, [block], [b"hash"])
     pool.free_blocks([block])
     with pytest.raises(IndexError):
         pool.get_new_blocks(2)
-    assert totals(watched)["lifetime"] == (0, 0) and pool.cached
+    assert totals(watched)["lifetime"] == (0, 0) and pool.tree.num_held
 
 
 def test_a_sample_is_a_share_of_the_blocks() -> None:
     watched = BlockResidency(0.25)
-    pool = ObservedBlockPool(4000, "append_all", watched)
+    pool = ObservedBlockPool(4000, "append_all", 1, watched)
     blocks = pool.get_new_blocks(4000)
-    pool.register(blocks, [str(block.block_id).encode() for block in blocks])
+    cache_apart(pool, blocks, [str(block.block_id).encode() for block in blocks])
     pool.free_blocks(blocks)
     pool.get_new_blocks(4000)
     # Within five standard deviations.

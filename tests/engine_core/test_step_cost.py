@@ -13,6 +13,7 @@ from engine_core.kv_cache import BlockHasher, KVCacheManager
 from engine_core.request import Request
 from engine_core.runner import StepResult
 from engine_core.scheduler import Scheduler
+from tests.engine_core.cached import cache_apart, cache_chain
 from tests.engine_core.make import make_request
 
 B = 16
@@ -54,7 +55,7 @@ def decoding(policy: str, *, num_cached: int = 0, num_seats: int = NUM_RUNNING, 
     """A scheduler with `NUM_RUNNING` requests in decoding, whose pool also holds `num_cached` cached blocks."""
     kv = KVCacheManager(num_blocks + num_cached, B)
     cached = kv.pool.get_new_blocks(num_cached)
-    kv.pool.register(cached, [block.block_id.to_bytes(32, "big") for block in cached])
+    cache_apart(kv.pool, cached, [block.block_id.to_bytes(32, "big") for block in cached])
     kv.pool.free_blocks(cached)
     scheduler = Scheduler(
         kv,
@@ -102,12 +103,12 @@ def test_a_long_cached_prompt_that_waits_for_room_is_not_looked_up_in_every_step
     beside = decoding(policy, num_seats=NUM_RUNNING + 1, num_blocks=100 + num_cached)
     waiting = hashed_request("long", list(range(num_cached * B)) + [1] * (100 * B))
     blocks = beside.kv.pool.get_new_blocks(num_cached)
-    beside.kv.pool.register(blocks, waiting.block_hashes[:num_cached])
+    cache_chain(beside.kv.pool, blocks, waiting)
     beside.kv.pool.free_blocks(blocks)
     beside.add(waiting)
     step(beside)
     step(alone)
-    assert len(beside.kv.get_computed_blocks(waiting).blocks) == num_cached
+    assert beside.kv.get_computed_blocks(waiting).num_whole_blocks == num_cached
     cost_of_waiting = steps_cost(beside) - steps_cost(alone)
     assert 0 < cost_of_waiting < B * num_cached / 2, "less than one bytecode a step for every two cached blocks"
 

@@ -9,12 +9,12 @@ from tests.engine_core.make import make_request
 
 def show(title: str, manager: KVCacheManager) -> str:
     queue = "-".join(str(block.block_id) for block in manager.pool.free_queue)
-    "; ".join(f"request {name}: {table.block_ids}" for name, table in manager.tables.items())
+    "; ".join(f"request {name}: {table.block_tables[0]}" for name, table in manager.tables.items())
     return queue
 
 
 def test_the_document_example_gives_the_document_queues():
-    manager = KVCacheManager(10, 4)
+    manager = KVCacheManager(10, 4, match_unit="block")
     hasher = BlockHasher("sha256", 4)
 
     def admit(request: Request) -> list[int]:
@@ -24,7 +24,7 @@ def test_the_document_example_gives_the_document_queues():
         assert manager.allocate_slots(request, request.num_tokens - hit.num_tokens, hit) is not None
         manager.commit_step()
         request.num_computed_tokens = request.num_tokens
-        return [block.block_id for block in hit.blocks]
+        return [block.block_id for block in hit.blocks[0] if block is not None]
 
     def generate(request: Request, token_id: int) -> None:
         request.token_ids.append(token_id)
@@ -34,7 +34,7 @@ def test_the_document_example_gives_the_document_queues():
         request.num_computed_tokens += 1
 
     def table(request: Request) -> list[int]:
-        return manager.tables[request.request_id].block_ids
+        return manager.tables[request.request_id].block_tables[0]
 
     tokens = list(range(15))
     assert show("start", manager) == "0-1-2-3-4-5-6-7-8-9"

@@ -22,6 +22,7 @@ from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
 from engine_core.model.device_queue import DeviceQueue
 from engine_core.model.staging import Staging
 from engine_core.runner import ScheduledRequest
+from tests.engine_core.cached import cached_chain
 
 NUM_OUTPUT_TOKENS = 32
 # Below this gap between its two highest logits the reference's own choice is a matter of rounding.
@@ -204,7 +205,7 @@ def check_equal(references: Sequence[Reference], runs: Sequence[EngineRun]) -> N
 
 def corrupt_last_cached_block(engine: EngineCore, request: EngineRequest) -> None:
     """Spoil the K/V of the deepest cached full block of `request`, as a wrong hit or a stray write would."""
-    chain = engine._scheduler.kv.pool.get_cached_run(engine.prepare_request(request).block_hashes)
+    chain = cached_chain(engine._scheduler.kv.pool, engine.prepare_request(request))
     assert chain, "nothing of this prompt is cached: there is nothing to corrupt"
     runner = engine.runner
     assert isinstance(runner, runner_module.ModelRunner)

@@ -19,6 +19,7 @@ import pytest
 from engine_core import EngineCore, InvalidRequestError, SamplingParams
 from engine_core.model.picture_encoder import EncodedRows
 from ipc.messages import MultimodalFeature
+from tests.engine_core.cached import cached_chain
 from tests.tiny_vlm_processors import FAMILIES
 
 from .equality import (
@@ -233,8 +234,7 @@ def encoded_keys(engine: EngineCore) -> Iterator[list[bytes]]:
 def forget_cached(engine: EngineCore, prompt: PicturePrompt, num_blocks: int) -> None:
     """Of a cached prompt only the first `num_blocks` stay, as if the others had been evicted."""
     pool = engine._scheduler.kv.pool
-    hashes = engine.prepare_request(prompt.request("probe", greedy())).block_hashes
-    pool.unregister(pool.get_cached_run(hashes)[num_blocks:])
+    pool.unregister(cached_chain(pool, engine.prepare_request(prompt.request("probe", greedy())))[num_blocks:])
 
 
 def check_sees_corruption(family: Family, engine: EngineCore) -> None:

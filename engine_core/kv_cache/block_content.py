@@ -1,0 +1,133 @@
+"""What a KV block holds, as it is compared: token ids and extra keys, with where the keys' spans lie.
+
+Two blocks with the same content after the same prefix hold the same K/V. A block without extra keys, the common kind,
+is its token ids as bytes (`token_bytes.token_id_bytes`).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from ipc.messages import ExtraKeySpan
+
+from .spans import spans_by_block
+from .token_bytes import TOKEN_BYTES, token_id_bytes
+
+
+class KeySpan(NamedTuple):
+    """Spans of one kind over the same tokens, relative to the block's first token; `end` is cut at the content's end.
+
+    A picture's key decides how long it is, so that its end is not compared: it stands at the content's end. `keys` are
+    in the order in which they are hashed.
+    """
+
+    kind: str
+    start: int
+    end: int
+    keys: tuple[str | bytes, ...]
+
+
+class KeyedContent(NamedTuple):
+    tokens: bytes
+    spans: tuple[KeySpan, ...]
+
+
+Content = bytes | KeyedContent
+
+_NOWHERE = 1 << 62
+
+
+def block_contents(
+    token_ids: Sequence[int], spans: Sequence[ExtraKeySpan], first: int, block_size: int
+) -> list[Content]:
+    """Of the whole blocks that `token_ids` fill, of which the first is block `first`.
+
+    Raises:
+        OverflowError: a token id is not within [0, 2^32).
+    """
+    start = first * block_size
+    tokens = token_id_bytes(token_ids)
+    size = TOKEN_BYTES * block_size
+    contents: list[Content] = [tokens[at : at + size] for at in range(0, len(tokens), size)]
+    if spans:
+        for index, overlapping in enumerate(spans_by_block(spans, first, len(contents), block_size)):
+            contents[index] = _with_spans(contents[index], overlapping, start + index * block_size)
+    return contents
+
+
+def partial_content(
+    token_ids: Sequence[int], spans: Sequence[ExtraKeySpan], start: int, end: int, block_size: int
+) -> Content:
+    """Of the first tokens of a block, `[start, end)`; `start` is the block's.
+
+    Raises:
+        OverflowError: as `block_contents`.
+    """
+    tokens = token_id_bytes(token_ids[start:end])
+    if not spans:
+        return tokens
+    [overlapping] = spans_by_block(spans, start // block_size, 1, block_size)
+    return _with_spans(tokens, [span for span in overlapping if span.start < end], start)
+
+
+def _with_spans(tokens: Content, overlapping: Iterable[ExtraKeySpan], start: int) -> Content:
+    assert isinstance(tokens, bytes)
+    num_tokens = len(tokens) // TOKEN_BYTES
+
+    def place(span: ExtraKeySpan) -> tuple[str, int, int]:
+        end = num_tokens if span.end is None or span.kind == "mm" else min(span.end - start, num_tokens)
+        return span.kind, span.start - start, end
+
+    spans = tuple(
+        KeySpan(*where, tuple(span.key for span in together)) for where, together in groupby(overlapping, place)
+    )
+    return KeyedContent(tokens, spans) if spans else tokens
+
+
+def num_common_tokens(one: Content, other: Content) -> int:
+    """How many first tokens are equal, with the extra keys that cover them and their places in those keys' spans."""
+    one_tokens, one_spans = (one, ()) if isinstance(one, bytes) else one
+    other_tokens, other_spans = (other, ()) if isinstance(other, bytes) else other
+    size = min(len(one_tokens), len(other_tokens))
+    difference = int.from_bytes(one_tokens[:size], "little") ^ int.from_bytes(other_tokens[:size], "little")
+    num_tokens = size // TOKEN_BYTES
+    if difference:
+        num_tokens = ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)
+    if one_spans or other_spans:
+        num_tokens = min(num_tokens, _first_difference(one_spans, other_spans))
+    return num_tokens
+
+
+def _first_difference(one: Sequence[KeySpan], other: Sequence[KeySpan]) -> int:
+    """The first token that spans of only one side cover."""
+    one_ends, other_ends = ({(span.kind, span.start, span.keys): span.end for span in spans} for spans in (one, other))
+    first = _NOWHERE
+    for where in one_ends.keys() | other_ends.keys():
+        if where in one_ends and where in other_ends:
+            if one_ends[where] != other_ends[where]:
+                first = min(first, one_ends[where], other_ends[where])
+        else:
+            first = min(first, max(0, where[1]))
+    return first
+
+
+def sort_bytes(content: Content) -> bytes:
+    """A fixed number of bytes for each token and its extra keys, so that contents can be sorted by common beginnings.
+
+    A token with extra keys stands as a digest of both: what is equal here may, very rarely, not be equal.
+    """
+    if isinstance(content, bytes):
+        return content
+    elements = bytearray(content.tokens)
+    for kind, start, end, keys in content.spans:
+        seed = zlib.crc32(repr((kind, keys)).encode())
+        for place in range(max(0, start), end):
+            at = slice(place * TOKEN_BYTES, (place + 1) * TOKEN_BYTES)
+            digest = zlib.crc32(struct.pack("<q", place - start) + elements[at], seed)
+            # Token ids are small, so none looks like this.
+            elements[at] = (digest | 1 << 31).to_bytes(TOKEN_BYTES, "little")
+    return bytes(elements)
