@@ -21,6 +21,7 @@ from .attention import MAX_HEAD_DIM, CAttention
 from .attention_batch import AttentionBatch, CAttentionBatch
 from .attention_tiles import LayerHeads
 from .compiled import library
+from .kv_cache import LayerCache
 from .linear import Activation, CWeight, PackedWeight
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -195,26 +196,27 @@ class DecoderLayers:
                 for parts, sinks in zip(layers, self._sinks, strict=True)
             )
         )
-        self._caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._caches: list[LayerCache] = []
         self._block_size = 0
 
-    def use(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """From now on the layers' keys and values are here: `[num_blocks, block_size, num_kv_heads, head_dim]` each.
+    def use(self, caches: Sequence[LayerCache]) -> None:
+        """From now on the layers' keys and values are here, in this order.
 
         Raises:
             ValueError: a cache is not like that.
         """
-        block_size = caches[0][0].shape[1]
-        for parts, layer, (keys, values) in zip(self.layers, self._on_c_side, caches, strict=True):
-            for cache in (keys, values):
+        block_size = caches[0].keys.shape[1]
+        for parts, layer, cache in zip(self.layers, self._on_c_side, caches, strict=True):
+            keys, values = cache.keys, cache.values
+            for tensor in (keys, values):
                 if (
-                    cache.dtype is not parts.dtype
-                    or cache.shape[1] != block_size
-                    or cache.shape[2:] != (parts.num_kv_heads, parts.head_dim)
-                    or cache.stride(0) != cache.shape[1] * cache.stride(1)
-                    or cache.stride(3) != 1
+                    tensor.dtype is not parts.dtype
+                    or tensor.shape[1] != block_size
+                    or tensor.shape[2:] != (parts.num_kv_heads, parts.head_dim)
+                    or tensor.stride(0) != tensor.shape[1] * tensor.stride(1)
+                    or tensor.stride(3) != 1
                 ):
-                    raise ValueError(f"{list(cache.shape)} of {cache.dtype} is no cache for {parts.heads}")
+                    raise ValueError(f"{list(tensor.shape)} of {tensor.dtype} is no cache for {parts.heads}")
             attention = layer.attention
             attention.keys, attention.values = keys.data_ptr(), values.data_ptr()
             attention.key_slot_stride, attention.key_head_stride = keys.stride()[1:3]

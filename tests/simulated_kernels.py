@@ -31,11 +31,11 @@ def simulated_kernels() -> Iterator[None]:
     ) -> torch.Tensor:
         if self.metadata.planned_seq_len is None:
             return as_ever(self, layer_idx, query, key, value, options)
-        caches = self.key_caches[layer_idx], self.value_caches[layer_idx]
-        for source, cache in zip((key, value), caches, strict=True):
-            _write(source, cache, self.metadata.slots.tensor)
+        cache = self.caches[layer_idx]
+        for source, tensor in zip((key, value), (cache.keys, cache.values), strict=True):
+            _write(source, tensor, self.metadata.slots.tensor)
         batch = self.metadata.on_device
-        return _attend(query, *caches, batch.block_tables.long(), batch.positions[:, None], options)
+        return _attend(query, cache.keys, cache.values, batch.block_tables.long(), batch.positions[:, None], options)
 
     with patch.object(PagedKV, "attend", attend), patch.object(runner_module, "uses_triton", lambda tensor: True):
         yield

@@ -6,6 +6,7 @@ of the model's forward; no mask function is registered, so transformers builds n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 from transformers import AttentionInterface
 
 from kernels.attention_metadata import AttentionMetadata
+from kernels.kv_cache import LayerCache
 from kernels.paged_attention import paged_attention
 from kernels.write_kv import write_kv
 
@@ -48,10 +50,9 @@ class LayerKV(Protocol):
 
 @dataclass(slots=True)
 class PagedKV:
-    """The KV pool as one step sees it. Caches by `layer_idx`: `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+    """The KV pool as one step sees it. `caches` are the layers', by `layer_idx`."""
 
-    key_caches: dict[int, torch.Tensor]
-    value_caches: dict[int, torch.Tensor]
+    caches: Mapping[int, LayerCache]
     metadata: AttentionMetadata
 
     def attend(
@@ -62,12 +63,12 @@ class PagedKV:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        key_cache, value_cache = self.key_caches[layer_idx], self.value_caches[layer_idx]
-        write_kv(key, value, key_cache, value_cache, self.metadata.slots)
+        cache = self.caches[layer_idx]
+        write_kv(key, value, cache.keys, cache.values, self.metadata.slots)
         return paged_attention(
             query,
-            key_cache,
-            value_cache,
+            cache.keys,
+            cache.values,
             self.metadata,
             scaling=options.scaling,
             sliding_window=options.sliding_window,

@@ -30,6 +30,7 @@ from kernels.attention_metadata import AttentionMetadata, replayable_decode
 from .attention import PagedKV
 from .device_queue import CapturedGraph, DeviceQueue
 from .input_batch import SampledTokens, StepLayout
+from .kv_pool import KVPool
 from .probe import disagreement, tolerance
 from .progress import with_progress
 from .staging import Staging
@@ -81,8 +82,7 @@ class DecodeGraphs:
         self,
         model: Callable[..., Any],
         queue: DeviceQueue,
-        key_caches: dict[int, torch.Tensor],
-        value_caches: dict[int, torch.Tensor],
+        pool: KVPool,
         *,
         sizes: Sequence[int],
         max_blocks: int,
@@ -92,7 +92,7 @@ class DecodeGraphs:
         self._model = model
         self._queue = queue
         self.sizes = list(sizes)
-        self._key_caches, self._value_caches = key_caches, value_caches
+        self._pool = pool
         # Rows begin at multiples of 64 bytes.
         width = -(-max_blocks // 16) * 16
         self._block_tables = torch.zeros(sizes[-1], width, dtype=torch.int32, device=queue.device)
@@ -117,10 +117,9 @@ class DecodeGraphs:
         Raises:
             GraphError: the logits are not the model's.
         """
-        caches = [*self._key_caches.values(), *self._value_caches.values()]
-        num_blocks, block_size = caches[0].shape[:2]
-        for cache in caches:
-            cache[:size].normal_()
+        num_blocks, block_size = self._pool.tensors[0].shape[:2]
+        for tensor in self._pool.tensors:
+            tensor[:size].normal_()
         generator = np.random.default_rng(0)
         blocks = np.arange(size) % num_blocks
         ids, positions = generator.integers(2, 100, size=size), generator.integers(block_size, size=size)
@@ -167,7 +166,7 @@ class DecodeGraphs:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=inputs.rows,
-            layer_kv=PagedKV(self._key_caches, self._value_caches, inputs.metadata),
+            layer_kv=PagedKV(self._pool.caches, inputs.metadata),
         ).logits[0]
 
 

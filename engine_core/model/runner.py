@@ -30,6 +30,7 @@ from .forward import step_logits
 from .head_replay import decoding_once
 from .host_memory import give_back_freed_memory
 from .input_batch import InputBatch, SampledTokens, StepLayout, build_input_batch, lay_out
+from .kv_pool import KVPool, PoolLayout
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, takes_pictures
 from .logit_rules import LogitRules
 from .logprobs import add_prompt_logprobs, add_sampled_logprobs
@@ -44,7 +45,7 @@ from .rehearsal import SCRATCH_BLOCK_ID, heaviest_step
 from .sampler import sample
 from .staging import HostStaging, QueuedStaging, Staging
 from .step_outputs import RunningStep, StepOutputs
-from .support import LayerShape, usable_model_len
+from .support import usable_model_len
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class ModelRunner:
         self._model = load_model(path, model_config, self._dtype, self._device)
         self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))
         shapes = probe_layers(self._model, model_config)
+        self._pool_layout = PoolLayout(shapes, config.block_size, self._dtype)
         self._pictures = Pictures.of(self._model, model_config) if takes_pictures(model_config) else None
         # Before the passes: afterwards a model has no forward of its own to compare with.
         if self._pictures is not None:
@@ -91,7 +93,7 @@ class ModelRunner:
                 self._model,
                 model_config,
                 self._pictures.encoder.num_deepstack,
-                lambda item: self._compute_alone(item, shapes),
+                self._compute_alone,
             )
         # Where steps are queued and computed apart, what is not torch's would not be.
         if self._queue is None:
@@ -100,12 +102,12 @@ class ModelRunner:
         give_back_freed_memory()
         num_blocks = choose_num_blocks(
             config,
-            block_bytes=sum(s.values_per_token for s in shapes.values()) * self._dtype.itemsize * config.block_size,
+            block_bytes=self._pool_layout.block_bytes,
             device=self._device,
-            reserved_bytes=self._reserved_bytes(config, max_model_len, shapes) if self._device.type == "cuda" else 0,
+            reserved_bytes=self._reserved_bytes(config, max_model_len) if self._device.type == "cuda" else 0,
         )
-        self._key_caches, self._value_caches = self._allocate(num_blocks, shapes)
-        graphs = self._make_graphs(config, max_model_len, self._key_caches, self._value_caches)
+        self.pool = self._pool_layout.allocate(num_blocks, self._device)
+        graphs = self._make_graphs(config, max_model_len, self.pool)
         if graphs is not None and capture_all(graphs):
             self._graphs = graphs
         dtype_name = str(self._dtype).removeprefix("torch.")
@@ -132,7 +134,7 @@ class ModelRunner:
             torch.get_num_threads(),
             len(shapes),
             num_blocks,
-            sum(cache.nbytes for caches in (self._key_caches, self._value_caches) for cache in caches.values()),
+            sum(tensor.nbytes for tensor in self.pool.tensors),
             time.monotonic() - started_s,
         )
 
@@ -162,8 +164,7 @@ class ModelRunner:
     @torch.inference_mode()
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         """As `engine_core.runner.Runner.copy_slots`."""
-        caches = (*self._key_caches.values(), *self._value_caches.values())
-        copy_slots(caches, *zip(*copies, strict=True))
+        copy_slots(self.pool.tensors, *zip(*copies, strict=True))
 
     def check_features(self, features: Sequence[MultimodalFeature]) -> None:
         """As `engine_core.runner.Runner.check_features`."""
@@ -179,15 +180,14 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:
         """As `engine_core.runner.Runner.launch`."""
-        return self._launch(batch, self._key_caches, self._value_caches)
+        return self._launch(batch, self.pool)
 
     def _forward(
         self,
         batch: Sequence[ScheduledRequest],
         layout: StepLayout,
         sampled: SampledTokens | None,
-        key_caches: dict[int, torch.Tensor],
-        value_caches: dict[int, torch.Tensor],
+        pool: KVPool,
     ) -> tuple[InputBatch, Callable[[torch.Tensor], torch.Tensor]]:
         """The batch on the device, and `forward.step_logits` of it."""
         pictures = self._pictures
@@ -200,16 +200,11 @@ class ModelRunner:
             sampled=sampled,
             joins_touching=pictures is not None and pictures.joins_touching,
         )
-        layer_kv = PagedKV(key_caches, value_caches, inputs.metadata)
+        layer_kv = PagedKV(pool.caches, inputs.metadata)
         positions = None if pictures is None else pictures.positions
         return inputs, step_logits(self._model, batch, inputs, layer_kv, positions, self._staging)
 
-    def _launch(
-        self,
-        batch: Sequence[ScheduledRequest],
-        key_caches: dict[int, torch.Tensor],
-        value_caches: dict[int, torch.Tensor],
-    ) -> RunningStep:
+    def _launch(self, batch: Sequence[ScheduledRequest], pool: KVPool) -> RunningStep:
         outputs = StepOutputs(len(batch))
         sampled = None if batch[0].follows is None else self._sampled
         layout = lay_out(batch, self._block_size, sampled)
@@ -217,7 +212,7 @@ class ModelRunner:
             if self._graphs is not None and self._is_captured(batch):
                 logits = self._graphs.logits(layout, sampled, self._staging)
             else:
-                inputs, logits_of = self._forward(batch, layout, sampled, key_caches, value_caches)
+                inputs, logits_of = self._forward(batch, layout, sampled, pool)
                 replays = any(item.request.prompt_logprobs is not None for item in batch)
                 with decoding_once(self._model) if replays else nullcontext():
                     logits = logits_of(inputs.logits_indices)
@@ -249,38 +244,16 @@ class ModelRunner:
         outputs.add([tokens], read)
         add_sampled_logprobs(outputs, batch, sampling, logits, tokens, self._staging)
 
-    def _compute_alone(self, item: ScheduledRequest, shapes: dict[int, LayerShape]) -> torch.Tensor:
+    def _compute_alone(self, item: ScheduledRequest) -> torch.Tensor:
         """Logits of all tokens of a request without blocks, `[num_tokens, vocab_size]`, in a cache of their own."""
         num_blocks = -(-item.num_tokens // self._block_size)
         batch = [dataclasses.replace(item, block_tables=[range(num_blocks)])]
         layout = lay_out(batch, self._block_size, None)
         with self._staging.step():
-            _, logits_of = self._forward(batch, layout, None, *self._allocate(num_blocks, shapes))
+            _, logits_of = self._forward(batch, layout, None, self._pool_layout.allocate(num_blocks, self._device))
             return logits_of(torch.arange(item.num_tokens, device=self._device))
 
-    def _allocate(
-        self, num_blocks: int, shapes: dict[int, LayerShape]
-    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Each layer's key and value cache. Not cleared: no slot is read before it was written, and on a CPU untouched
-        pages take no memory.
-        """
-
-        def allocate(shape: LayerShape, head_dim: int) -> torch.Tensor:
-            size = (num_blocks, self._block_size, shape.num_kv_heads, head_dim)
-            return torch.empty(size, dtype=self._dtype, device=self._device)
-
-        return (
-            {layer_idx: allocate(shape, shape.key_head_dim) for layer_idx, shape in shapes.items()},
-            {layer_idx: allocate(shape, shape.value_head_dim) for layer_idx, shape in shapes.items()},
-        )
-
-    def _make_graphs(
-        self,
-        config: EngineConfig,
-        max_model_len: int,
-        key_caches: dict[int, torch.Tensor],
-        value_caches: dict[int, torch.Tensor],
-    ) -> DecodeGraphs | None:
+    def _make_graphs(self, config: EngineConfig, max_model_len: int, pool: KVPool) -> DecodeGraphs | None:
         """Graphs of decodes, to be captured; None where there is no queue, or attention looks at a step's numbers on
         the host, as it does in torch.
         """
@@ -291,8 +264,7 @@ class ModelRunner:
         return DecodeGraphs(
             self._model,
             self._queue,
-            key_caches,
-            value_caches,
+            pool,
             sizes=sizes,
             max_blocks=-(-max_model_len // self._block_size),
             block_size=self._block_size,
@@ -300,17 +272,18 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def _rehearse(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> None:
+    def _rehearse(self, config: EngineConfig, max_model_len: int) -> None:
         """Compute the heaviest step, sampling included, in a cache of its own."""
-        key_caches, value_caches = self._allocate(SCRATCH_BLOCK_ID + 1, shapes)
-        for cache in (*key_caches.values(), *value_caches.values()):
-            cache.zero_()
-        self._launch(heaviest_step(config, max_model_len), key_caches, value_caches).wait()
+        pool = self._pool_layout.allocate(SCRATCH_BLOCK_ID + 1, self._device)
+        for tensor in pool.tensors:
+            tensor.zero_()
+        self._launch(heaviest_step(config, max_model_len), pool).wait()
 
-    def _reserved_bytes(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> int:
+    def _reserved_bytes(self, config: EngineConfig, max_model_len: int) -> int:
         """What a step, the graphs and the encoder cache need besides the KV pool."""
-        step_bytes = self._measure_step(config, max_model_len, shapes)
-        graphs = self._make_graphs(config, max_model_len, *self._allocate(SCRATCH_BLOCK_ID + 1, shapes))
+        step_bytes = self._measure_step(config, max_model_len)
+        scratch = self._pool_layout.allocate(SCRATCH_BLOCK_ID + 1, self._device)
+        graphs = self._make_graphs(config, max_model_len, scratch)
         if graphs is not None:
             step_bytes += measure_all(graphs, self._device)
             # Else what they took would count as in use.
@@ -320,7 +293,7 @@ class ModelRunner:
             return step_bytes
         return step_bytes + encoder_cache_bytes(config, self._pictures.info.embed_bytes)
 
-    def _measure_step(self, config: EngineConfig, max_model_len: int, shapes: dict[int, LayerShape]) -> int:
+    def _measure_step(self, config: EngineConfig, max_model_len: int) -> int:
         """Bytes of CUDA memory the heaviest step needs beyond the weights.
 
         Raises:
@@ -329,7 +302,7 @@ class ModelRunner:
         before_bytes = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         try:
-            self._rehearse(config, max_model_len, shapes)
+            self._rehearse(config, max_model_len)
         except torch.OutOfMemoryError as error:
             raise InvalidConfigError(
                 f"{self._device} has no memory for a step with max_num_batched_tokens={config.max_num_batched_tokens},"

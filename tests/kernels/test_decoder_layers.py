@@ -20,6 +20,7 @@ from kernels.attention import attention
 from kernels.attention_batch import AttentionBatch, plan_batch
 from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 from kernels.decoder_layers import Angles, DecoderLayers, LayerParts, LayerScratch, Norm
+from kernels.kv_cache import LayerCache
 from kernels.linear import Activation, pack_weight
 
 from .paged_batch import PagedBatch, make_batch
@@ -170,8 +171,8 @@ class Step:
     slots: torch.Tensor
 
     @property
-    def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(case.key_cache, case.value_cache) for case in self.cases]
+    def caches(self) -> list[LayerCache]:
+        return [LayerCache(case.key_cache, case.value_cache) for case in self.cases]
 
     def copy(self) -> Step:
         return replace(
@@ -286,7 +287,9 @@ def test_layers_are_what_is_written(dtype: torch.dtype, name: str) -> None:
 
     written = step.slots[step.slots >= 0]
     for caches, of_reference, caches_before in zip(step.caches, reference.caches, before.caches, strict=True):
-        for cache, expected, cache_before in zip(caches, of_reference, caches_before, strict=True):
+        for cache, expected, cache_before in zip(
+            caches.tensors, of_reference.tensors, caches_before.tensors, strict=True
+        ):
             flat, flat_expected, flat_before = (x.flatten(0, 1) for x in (cache, expected, cache_before))
             assert_close(flat[written].flatten(1), flat_expected[written].flatten(1))
             flat[written] = flat_before[written]
@@ -397,9 +400,9 @@ def test_caches_that_are_others_are_refused(dtype: torch.dtype) -> None:
     cache = torch.zeros(3, 16, 2, 16, dtype=dtype)
     for wrong in (cache.half(), cache[..., :15], cache[:, :8], cache.transpose(2, 3), cache[:, :, :1]):
         with pytest.raises(ValueError, match="is no cache for"):
-            computing.use([(cache, cache), (cache, wrong)])
+            computing.use([LayerCache(cache, cache), LayerCache(cache, wrong)])
     with pytest.raises(ValueError, match="shorter"):
-        computing.use([(cache, cache)])
+        computing.use([LayerCache(cache, cache)])
 
 
 def test_a_step_that_does_not_fit_is_refused(dtype: torch.dtype) -> None:
@@ -430,7 +433,7 @@ def test_a_step_that_does_not_fit_is_refused(dtype: torch.dtype) -> None:
         with pytest.raises(ValueError, match=message):
             computing(*arguments)
     for caches, caches_before in zip(step.caches, before.caches, strict=True):
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(caches, caches_before, strict=True))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(caches.tensors, caches_before.tensors, strict=True))
 
 
 def test_without_the_library_the_error_says_so(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

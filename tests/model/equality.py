@@ -209,7 +209,7 @@ def corrupt_last_cached_block(engine: EngineCore, request: EngineRequest) -> Non
     assert chain, "nothing of this prompt is cached: there is nothing to corrupt"
     runner = engine.runner
     assert isinstance(runner, runner_module.ModelRunner)
-    for cache in (*runner._key_caches.values(), *runner._value_caches.values()):
+    for cache in runner.pool.tensors:
         cache[chain[-1].block_id] *= -1
 
 
@@ -219,5 +219,5 @@ def poison_unowned_slots(engine: EngineCore) -> None:
     assert isinstance(runner, runner_module.ModelRunner)
     for block in engine._scheduler.kv.pool.blocks:
         if block.block_hash is None and block.ref_cnt == 0:
-            for cache in (*runner._key_caches.values(), *runner._value_caches.values()):
+            for cache in runner.pool.tensors:
                 cache[block.block_id] = float("nan")

@@ -83,7 +83,7 @@ def test_seeded_continuations_are_the_same_alone_and_in_company(model_directory:
 def test_copied_slots_hold_what_their_sources_held(model_directory: Callable[[str], Path]) -> None:
     runner = make_engine(model_directory("llama"), num_blocks=8).runner
     assert isinstance(runner, ModelRunner)
-    caches = [*runner._key_caches.values(), *runner._value_caches.values()]
+    caches = runner.pool.tensors
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(len(caches))))
     before = [cache.clone() for cache in caches]

@@ -168,5 +168,5 @@ def expected_hit(num_prompt_tokens: int) -> int:
 
 def slot_minus_one_is_untouched(engine: EngineCore) -> bool:
     runner = engine.runner
-    caches = [*runner._key_caches.values(), *runner._value_caches.values()]  # type: ignore[attr-defined]
+    caches = runner.pool.tensors  # type: ignore[attr-defined]
     return all(bool(cache[-1].isnan().all()) for cache in caches)

@@ -14,6 +14,7 @@ import transformers
 
 from engine_core.model.attention import PagedKV
 from engine_core.model.input_batch import build_input_batch, lay_out
+from engine_core.model.kv_pool import KVPool, PoolLayout
 from engine_core.model.loader import _model_class, load_config, load_model
 from engine_core.model.picture_groups import joins_touching
 from engine_core.model.probe import probe_layers
@@ -151,17 +152,13 @@ class Decoder:
     model: Any
     config: Any
     joins: bool = True
-    kv: dict[str, dict[int, torch.Tensor]] = field(init=False)
+    pool: KVPool = field(init=False)
 
     def __post_init__(self) -> None:
         shapes = probe_layers(self.model, self.config)
-        self.kv = {
-            name: {
-                layer: torch.full((NUM_BLOCKS, BLOCK_SIZE, shape.num_kv_heads, dim(shape)), float("nan"))
-                for layer, shape in shapes.items()
-            }
-            for name, dim in (("key", lambda s: s.key_head_dim), ("value", lambda s: s.value_head_dim))
-        }
+        self.pool = PoolLayout(shapes, BLOCK_SIZE, torch.float32).allocate(NUM_BLOCKS, torch.device("cpu"))
+        for tensor in self.pool.tensors:
+            tensor.fill_(float("nan"))
 
     def schedule(
         self, prompt: Prompt, start: int, end: int, first_block: int, generated: Sequence[int] = (), num_shared: int = 0
@@ -197,7 +194,7 @@ class Decoder:
             inputs_embeds=embeds,
             position_ids=inputs.position_ids,
             use_cache=False,
-            layer_kv=PagedKV(self.kv["key"], self.kv["value"], inputs.metadata),
+            layer_kv=PagedKV(self.pool.caches, inputs.metadata),
         ).logits[0]
         return list(logits.log_softmax(dim=-1).split([item.num_tokens for item in batch]))
 
@@ -270,9 +267,8 @@ def test_behind_a_cached_head_of_a_group(
     rest.block_tables = [[*(40 - i for i in range(num_shared)), *list(rest.block_tables[0])[num_shared:]]]
     assert decoder.difference(expected, rest) < TOLERANCE
 
-    for caches in decoder.kv.values():
-        for cache in caches.values():
-            cache[40 - num_shared + 1] *= -1
+    for tensor in decoder.pool.tensors:
+        tensor[40 - num_shared + 1] *= -1
     assert decoder.difference(expected, rest) > TOLERANCE
 
 

@@ -10,8 +10,6 @@ import torch
 
 from engine_core import EngineConfig, InvalidConfigError
 from engine_core.model import runner as runner_module
-from engine_core.model.loader import load_config
-from engine_core.model.probe import probe_layers
 from engine_core.model.rehearsal import heaviest_step
 from engine_core.model.runner import ModelRunner
 from tests.tiny_models import make_tiny_model
@@ -49,7 +47,7 @@ def test_it_runs_the_whole_way_and_touches_no_block_of_the_pool(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, config = make_runner(architecture, tmp_path)
-    for cache in (*runner._key_caches.values(), *runner._value_caches.values()):
+    for cache in runner.pool.tensors:
         cache.fill_(7.0)
     sampled_from = []
 
@@ -59,11 +57,11 @@ def test_it_runs_the_whole_way_and_touches_no_block_of_the_pool(
 
     original = runner_module.sample
     monkeypatch.setattr(runner_module, "sample", watch)
-    runner._rehearse(config, 600, probe_layers(runner._model, load_config(tmp_path)))
+    runner._rehearse(config, 600)
 
     (logits,) = sampled_from
     assert logits.shape == (3, 512) and logits.isfinite().all()
-    for cache in (*runner._key_caches.values(), *runner._value_caches.values()):
+    for cache in runner.pool.tensors:
         assert cache.unique().tolist() == [7.0]
 
 
@@ -77,4 +75,4 @@ def test_a_step_that_does_not_fit_is_refused_with_the_settings(tmp_path: Path, m
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     with pytest.raises(InvalidConfigError, match=r"max_num_batched_tokens=40, max_num_seqs=3 and max_model_len=600"):
-        runner._measure_step(config, 600, {})
+        runner._measure_step(config, 600)

@@ -50,7 +50,7 @@ def test_num_blocks_comes_before_bytes(tiny: Path) -> None:
 def test_bytes_are_rounded_down_to_blocks(tiny: Path) -> None:
     runner = ModelRunner(make_config(tiny, kv_cache_memory_bytes=10 * TINY_BLOCK_BYTES + 1))
     assert runner.info.num_blocks == 10
-    caches = [*runner._key_caches.values(), *runner._value_caches.values()]
+    caches = runner.pool.tensors
     assert sum(cache.nbytes for cache in caches) == 10 * TINY_BLOCK_BYTES
     assert {tuple(cache.shape) for cache in caches} == {(10, 16, 2, 16)}
 

@@ -20,6 +20,7 @@ from engine_core.model.probe import Probe
 from kernels.attention import MAX_HEAD_DIM
 from kernels.decoder_layers import Angles, DecoderLayers, LayerParts, LayerScratch, Norm, is_available
 from kernels.dispatch import uses_triton
+from kernels.kv_cache import LayerCache
 from kernels.linear import Activation, PackedWeight, pack_quantized, pack_weight
 
 from .linear_layers import has_hooks, replace
@@ -96,7 +97,7 @@ class FusedLayers(_StandIn):
         self._layers = [layer.parts for layer in layers]
         self._indices = [layer.layer_idx for layer in layers]
         self._computing = DecoderLayers(self._layers, scratch)
-        self._pool: dict[int, torch.Tensor] | None = None
+        self._caches: Mapping[int, LayerCache] | None = None
 
     def forward(
         self,
@@ -116,9 +117,9 @@ class FusedLayers(_StandIn):
         return x[None]
 
     def _compute(self, x: torch.Tensor, angles: Angles | None, kv: PagedKV) -> torch.Tensor:
-        if kv.key_caches is not self._pool:
-            self._computing.use([(kv.key_caches[index], kv.value_caches[index]) for index in self._indices])
-            self._pool = kv.key_caches
+        if kv.caches is not self._caches:
+            self._computing.use([kv.caches[index] for index in self._indices])
+            self._caches = kv.caches
         batches = [kv.metadata.cpu_batch(heads, window) for heads, window in self._computing.windows]
         return self._computing(x, angles, kv.metadata.slots.tensor, batches)
 
