@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from engine_core.config import FreeOrder
 
 from .block import FreeKVCacheBlockQueue, KVCacheBlock
-from .prefix_tree import PrefixNode, PrefixTree
+from .prefix_tree import PrefixTree
 
 
 class BlockPool:
@@ -25,7 +25,6 @@ class BlockPool:
     Attributes:
         tree: what is cached, and in which blocks.
         num_freed: how often a block's last reference was dropped, since start.
-        num_registered: how often a block was given a node, since start.
     """
 
     def __init__(self, num_blocks: int, free_order: FreeOrder = "append_all", num_groups: int = 1) -> None:
@@ -34,7 +33,6 @@ class BlockPool:
         self.free_order: FreeOrder = free_order
         self.num_groups = num_groups
         self.num_freed = 0
-        self.num_registered = 0
         self.tree = PrefixTree(num_groups)
 
     @property
@@ -86,11 +84,6 @@ class BlockPool:
             self.free_queue.prepend([block for block in freed if block.node is None])
             freed = [block for block in freed if block.node is not None]
         self.free_queue.append(freed)
-
-    def register(self, node: PrefixNode, group: int, block: KVCacheBlock) -> None:
-        """Let prefix lookups find `block`, which holds nothing yet, as `node`."""
-        self.tree.hold(node, group, block)
-        self.num_registered += 1
 
     def unregister(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Let lookups no longer find these blocks; references and queue positions stay as they are."""

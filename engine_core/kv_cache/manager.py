@@ -37,6 +37,23 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
+class Registration:
+    """Blocks, in each group or None, that were given `nodes` in the present step."""
+
+    blocks: Sequence[Sequence[KVCacheBlock | None]]
+    nodes: Sequence[PrefixNode]
+
+    def blocks_still_held(self) -> list[KVCacheBlock]:
+        """Some may have been taken for something else meanwhile."""
+        return [
+            block
+            for blocks, node in zip(self.blocks, self.nodes)
+            for block in blocks
+            if block is not None and block.node is node
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class PendingCopies:
     """What is copied for a request that was admitted in this step; `sources` are referenced until it has run."""
 
@@ -85,7 +102,7 @@ class KVCacheManager:
         else:
             self.pool = ObservedBlockPool(num_blocks, free_order, len(self.windows), residency)
         self.tables: dict[str, BlockTable] = {}
-        self._provisional: dict[str, list[tuple[KVCacheBlock, PrefixNode]]] = {}
+        self._provisional: dict[str, list[Registration]] = {}
         self._pending: dict[str, PendingCopies] = {}
         self._shortage: Shortage | None = None
         self._no_hit = PrefixHit((), [()] * len(self.windows), 0)
@@ -178,7 +195,7 @@ class KVCacheManager:
     def _may_hit_more(self, shortage: Shortage) -> bool:
         if self.windows != (None,):
             # Any block that comes back may be the one that its window lacked.
-            return self.pool.num_registered != shortage.num_registered
+            return self.pool.tree.num_registered != shortage.num_registered
         return shortage.next_hash is not None and self.pool.tree.holds(shortage.next_hash)
 
     def allocate_slots(
@@ -242,7 +259,7 @@ class KVCacheManager:
         if request.read_prefix_cache and hit.num_whole_blocks < len(request.block_hashes):
             next_hash = request.block_hashes[hit.num_whole_blocks]
         self._shortage = Shortage(
-            request, num_lacking, num_spare_blocks, self.pool.num_freed, self.pool.num_registered, next_hash
+            request, num_lacking, num_spare_blocks, self.pool.num_freed, self.pool.tree.num_registered, next_hash
         )
 
     def _extend(self, table: BlockTable, num_needed: int, num_tokens: int) -> list[KVCacheBlock]:
@@ -277,29 +294,37 @@ class KVCacheManager:
         num_full = min(num_tokens, request.num_tokens) // self.block_size
         if first >= num_full or not self.enable_caching or not table.is_registrable:
             return
-        tree, nodes = self.pool.tree, table.nodes
-        provisional = self._provisional.setdefault(request.request_id, [])
+        tree = self.pool.tree
         parent = self._live_node(table, first)
-        for index in range(first, num_full):
-            node = tree.add(parent, request.block_hashes[index], request.block_contents[index])
+        kept = self._kept_blocks(table, first, num_full)
+        new_nodes = []
+        for index, blocks in enumerate(kept, first):
+            node = tree.add(parent, request.block_hashes[index], request.block_contents[index], blocks)
             if node is None:
                 table.is_registrable = False
-                return
-            for group, window in enumerate(self.windows):
-                block = table.blocks[group][index]
-                if block is not None and (window is None or self._is_kept(request, index, window)):
-                    self.pool.register(node, group, block)
-                    provisional.append((block, node))
-            nodes.append(node)
+                break
+            new_nodes.append(node)
             parent = node
         # Of what no group keeps, nothing stays.
         tree.prune(parent)
+        table.nodes += new_nodes
+        self._provisional.setdefault(request.request_id, []).append(Registration(kept, new_nodes))
 
-    def _is_kept(self, request: Request, index: int, window: int) -> bool:
-        if self.window_retention == "all":
-            return True
+    def _kept_blocks(self, table: BlockTable, first: int, end: int) -> list[tuple[KVCacheBlock | None, ...]]:
+        """Blocks `[first, end)` of all groups, as far as lookups are to find them."""
+        columns = []
+        for group, window in enumerate(self.windows):
+            blocks = table.blocks[group][first:end]
+            if window is not None and self.window_retention == "prompt_tail":
+                needed = range(*self._prompt_tail(table.request, window))
+                blocks = [block if index in needed else None for index, block in enumerate(blocks, first)]
+            columns.append(blocks)
+        return list(zip(*columns, strict=True))
+
+    def _prompt_tail(self, request: Request, window: int) -> tuple[int, int]:
+        """The blocks that the longest hit of the same prompt needs in a group with this window."""
         end = (request.num_prompt_tokens - 1) // self.block_size
-        return first_visible_block(window, end * self.block_size, self.block_size) <= index < end
+        return first_visible_block(window, end * self.block_size, self.block_size), end
 
     def _live_node(self, table: BlockTable, num_blocks: int) -> PrefixNode:
         """That of the first `num_blocks` blocks of `table`; made again if it was forgotten since."""
@@ -309,15 +334,16 @@ class KVCacheManager:
             first -= 1
         parent = nodes[first - 1] if first else tree.root
         for index in range(first, num_blocks):
-            node = tree.add(parent, request.block_hashes[index], request.block_contents[index])
+            node = tree.add(parent, request.block_hashes[index], request.block_contents[index], ())
             assert node is not None
             parent = nodes[index] = node
         return parent
 
     def commit_step(self) -> None:
         """The step has run: what it registered holds, and what was to be copied is."""
-        for registered in self._provisional.values():
-            self.pool.tree.fill([block for block, node in registered if block.node is node])
+        for registrations in self._provisional.values():
+            for registration in registrations:
+                self.pool.tree.fill(registration.blocks_still_held())
         self._provisional.clear()
         for pending in self._pending.values():
             self.pool.free_blocks(pending.sources)
@@ -325,7 +351,8 @@ class KVCacheManager:
 
     def withdraw(self, request: Request) -> None:
         """Free the request's blocks; those it registered in the present step were never filled and are forgotten."""
-        self._forget(self._provisional.pop(request.request_id, ()))
+        for registration in self._provisional.pop(request.request_id, ()):
+            self.pool.unregister(registration.blocks_still_held())
         self.free(request)
 
     def withdraw_step(self) -> None:
@@ -333,12 +360,10 @@ class KVCacheManager:
 
         Those that do are to be freed. Whatever was to be copied for them is not taken for copied.
         """
-        for registered in self._provisional.values():
-            self._forget(registered)
+        for registrations in self._provisional.values():
+            for registration in registrations:
+                self.pool.unregister(registration.blocks_still_held())
         self._provisional.clear()
-
-    def _forget(self, registered: Sequence[tuple[KVCacheBlock, PrefixNode]]) -> None:
-        self.pool.unregister(block for block, node in registered if block.node is node)
 
     def free(self, request: Request) -> None:
         """Give up the request's table, deepest block first. A request without one is fine.

@@ -34,24 +34,23 @@ class PrefixNode:
         "block_hash",
         "content",
         "copies",
+        "is_source",
         "num_blocks",
         "num_children",
         "parent",
-        "serial",
         "sources",
     )
 
-    def __init__(
-        self, parent: PrefixNode | None, block_hash: bytes | None, content: Content, num_groups: int, serial: int
-    ) -> None:
+    def __init__(self, parent: PrefixNode | None, block_hash: bytes | None, content: Content, num_groups: int) -> None:
         self.parent = parent
         self.block_hash = block_hash
         self.content = content
-        self.serial = serial
         self.copies: list[_Copies] = [None] * num_groups
         self.num_blocks = 0
         self.num_children = 0
-        # The children that a request can copy from, sorted: filled blocks in every group. Empty ones share a tuple.
+        # Whether requests can copy from it: filled blocks in every group.
+        self.is_source = False
+        # The children of which that is true, sorted if there are several.
         self.sources: list[PrefixNode] | tuple[()] = ()
         self._sort_key: tuple[bytes, int] | None = None
 
@@ -63,7 +62,7 @@ class PrefixNode:
     @property
     def sort_key(self) -> tuple[bytes, int]:
         if self._sort_key is None:
-            self._sort_key = sort_bytes(self.content), self.serial
+            self._sort_key = sort_bytes(self.content), next(_serial)
         return self._sort_key
 
     def block(self, group: int) -> KVCacheBlock | None:
@@ -80,6 +79,8 @@ class PrefixNode:
 
 
 _by_sort_key = attrgetter("sort_key")
+# Tells nodes of equal content apart.
+_serial = itertools.count()
 
 
 class PrefixTree:
@@ -87,15 +88,16 @@ class PrefixTree:
 
     Attributes:
         root: the empty prefix.
+        num_registered: how often a block was given a node, since start.
         num_held: nodes of whole blocks that have a block.
     """
 
     def __init__(self, num_groups: int = 1) -> None:
         self._num_groups = num_groups
-        self._serial = itertools.count()
-        self.root = PrefixNode(None, b"", b"", 0, -1)
+        self.root = PrefixNode(None, b"", b"", 0)
         self._nodes: dict[bytes, PrefixNode] = {}
         self.num_held = 0
+        self.num_registered = 0
 
     def walk(self, hashes: Iterable[bytes], contents: Iterable[Content]) -> list[PrefixNode]:
         """The nodes of the first blocks, up to the first that has none. Some may have lost their blocks."""
@@ -114,31 +116,34 @@ class PrefixTree:
         node = self._nodes.get(block_hash)
         return node is not None and node.num_blocks > 0
 
-    def add(self, parent: PrefixNode, block_hash: bytes, content: Content) -> PrefixNode | None:
-        """The node of a whole block, made if there is none. None where another node has its hash.
+    def add(
+        self, parent: PrefixNode, block_hash: bytes, content: Content, blocks: Sequence[KVCacheBlock | None]
+    ) -> PrefixNode | None:
+        """The node of a whole block, made if there is none, which `blocks`, one for each group, will hold when the
+        present step has run. They hold nothing yet. None, and nothing done, where another node has its hash.
 
-        `parent` is live. A node that is made has to be given a block or a child at once.
+        `parent` is live. A node that is made without any block has to be given one or a child at once.
         """
         node = self._nodes.get(block_hash)
         if node is None:
-            node = self._nodes[block_hash] = self._make(parent, block_hash, content)
+            parent.num_children += 1
+            node = self._nodes[block_hash] = PrefixNode(parent, block_hash, content, self._num_groups)
         elif node.parent is not parent or node.content != content:
             return None
+        for group, block in enumerate(blocks):
+            if block is not None:
+                self._hold(node, group, block)
         return node
 
     def add_partial(self, parent: PrefixNode, content: Content, blocks: Sequence[KVCacheBlock]) -> None:
         """Remember the beginning of a block: steps that have run filled `blocks`, one for each group, so far."""
-        node = self._make(parent, None, content)
+        parent.num_children += 1
+        node = PrefixNode(parent, None, content, self._num_groups)
         for group, block in enumerate(blocks):
-            self.hold(node, group, block)
+            self._hold(node, group, block)
         self.fill(blocks)
 
-    def _make(self, parent: PrefixNode, block_hash: bytes | None, content: Content) -> PrefixNode:
-        parent.num_children += 1
-        return PrefixNode(parent, block_hash, content, self._num_groups, next(self._serial))
-
-    def hold(self, node: PrefixNode, group: int, block: KVCacheBlock) -> None:
-        """`block`, which holds nothing yet, will hold `node` for `group` when the present step has run."""
+    def _hold(self, node: PrefixNode, group: int, block: KVCacheBlock) -> None:
         assert block.node is None, block
         block.node, block.group = node, group
         copies = node.copies[group]
@@ -151,29 +156,31 @@ class PrefixTree:
         if node.num_blocks == 0 and node.block_hash is not None:
             self.num_held += 1
         node.num_blocks += 1
+        self.num_registered += 1
 
     def fill(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Steps that have run have written what these blocks hold: it can be copied."""
         for block in blocks:
-            node = block.node
-            assert node is not None and node.parent is not None
-            was_filled = node.filled_block(block.group) is not None
             block.is_filled = True
-            if not was_filled and self._is_source(node):
-                siblings = node.parent.sources
-                if siblings:
-                    insort(siblings, node, key=_by_sort_key)
-                else:
-                    node.parent.sources = [node]
+            node = block.node
+            assert node is not None
+            if node.is_source or (self._num_groups > 1 and not self._is_filled(node)):
+                continue
+            parent = node.parent
+            assert parent is not None
+            node.is_source = True
+            if parent.sources:
+                insort(parent.sources, node, key=_by_sort_key)
+            else:
+                parent.sources = [node]
 
-    def _is_source(self, node: PrefixNode) -> bool:
+    def _is_filled(self, node: PrefixNode) -> bool:
         return all(node.filled_block(group) is not None for group in range(self._num_groups))
 
     def drop(self, block: KVCacheBlock) -> None:
         """`block` holds nothing any more; nor does its node, then, if it was its last block and has no child."""
         node, group = block.node, block.group
         assert node is not None
-        was_source = block.is_filled and self._is_source(node)
         block.node, block.is_filled = None, False
         copies = node.copies[group]
         if isinstance(copies, dict):
@@ -183,7 +190,8 @@ class PrefixTree:
         else:
             node.copies[group] = None
         node.num_blocks -= 1
-        if was_source and node.filled_block(group) is None:
+        if node.is_source and node.filled_block(group) is None:
+            node.is_source = False
             self._remove_source(node)
         if node.block_hash is None:
             # What is missing in one group is of no use in the others.

@@ -11,9 +11,7 @@ from engine_core.request import Request
 def cache_apart(pool: BlockPool, blocks: Sequence[KVCacheBlock], names: Sequence[bytes]) -> None:
     """Each block as the first one of a prefix of its own."""
     for block, name in zip(blocks, names, strict=True):
-        node = pool.tree.add(pool.tree.root, name, name)
-        assert node is not None
-        pool.register(node, 0, block)
+        assert pool.tree.add(pool.tree.root, name, name, [block]) is not None
     pool.tree.fill(blocks)
 
 
@@ -34,9 +32,8 @@ def cache_chain(pool: BlockPool, blocks: Sequence[KVCacheBlock], request: Reques
     """The first blocks of `request`, which is hashed."""
     parent = pool.tree.root
     for block, block_hash, content in zip(blocks, request.block_hashes, request.block_contents):
-        node = pool.tree.add(parent, block_hash, content)
+        node = pool.tree.add(parent, block_hash, content, [block])
         assert node is not None
-        pool.register(node, 0, block)
         parent = node
     pool.tree.fill(blocks)
 
