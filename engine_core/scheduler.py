@@ -272,7 +272,9 @@ class Scheduler:
         )
         if allocated is None:
             # The block that is copied from takes room as well.
-            return None if hit.tail is None else self._admit(step, request, hit.without_tail(), budget)
+            if hit.tail is None:
+                return None
+            return self._admit(step, request, self.kv.get_computed_blocks(request, whole_blocks_only=True), budget)
         features: Sequence[EncodedFeature] = ()
         if hit.num_tokens < request.features_end:
             # After the allocation, so that nothing is encoded for who has no room yet.

@@ -61,6 +61,10 @@ class PendingCopies:
     sources: Sequence[KVCacheBlock]
 
 
+def _find_no_tail(num_whole: int) -> None:
+    return None
+
+
 class KVCacheManager:
     """Gives requests their slots and remembers which blocks hold which prefix.
 
@@ -107,8 +111,8 @@ class KVCacheManager:
         self._shortage: Shortage | None = None
         self._no_hit = PrefixHit((), [()] * len(self.windows), 0)
 
-    def get_computed_blocks(self, request: Request) -> PrefixHit:
-        """The longest cached prefix of the sequence. Changes nothing."""
+    def get_computed_blocks(self, request: Request, *, whole_blocks_only: bool = False) -> PrefixHit:
+        """The longest cached prefix of the sequence, or the longest that takes no copy. Changes nothing."""
         if not self.enable_caching or not request.read_prefix_cache:
             return self._no_hit
         num_tokens = request.num_tokens
@@ -116,7 +120,8 @@ class KVCacheManager:
         if self.full_prompt_hit == "drop_last_block" and len(hashes) * self.block_size == num_tokens:
             hashes = hashes[:-1]
         path = self.pool.tree.walk(hashes, request.block_contents)
-        return find_hit(path, num_tokens, self.windows, self.block_size, partial(self._find_tail, request, path))
+        find_tail = _find_no_tail if whole_blocks_only else partial(self._find_tail, request, path)
+        return find_hit(path, num_tokens, self.windows, self.block_size, find_tail)
 
     def _find_tail(self, request: Request, path: Sequence[PrefixNode], num_whole: int) -> Tail | None:
         """The longest beginning of the next block that can be copied.
@@ -296,8 +301,10 @@ class KVCacheManager:
             return
         tree = self.pool.tree
         parent = self._live_node(table, first)
+        if parent is None:
+            return
         kept = self._kept_blocks(table, first, num_full)
-        new_nodes = []
+        new_nodes: list[PrefixNode] = []
         for index, blocks in enumerate(kept, first):
             node = tree.add(parent, request.block_hashes[index], request.block_contents[index], blocks)
             if node is None:
@@ -326,8 +333,11 @@ class KVCacheManager:
         end = (request.num_prompt_tokens - 1) // self.block_size
         return first_visible_block(window, end * self.block_size, self.block_size), end
 
-    def _live_node(self, table: BlockTable, num_blocks: int) -> PrefixNode:
-        """That of the first `num_blocks` blocks of `table`; made again if it was forgotten since."""
+    def _live_node(self, table: BlockTable, num_blocks: int) -> PrefixNode | None:
+        """That of the first `num_blocks` blocks of `table`; made again if it was forgotten since.
+
+        None if another prefix has taken its hash meanwhile: then nothing more of `table` is cached.
+        """
         tree, nodes, request = self.pool.tree, table.nodes, table.request
         first = num_blocks
         while first > 0 and not nodes[first - 1].is_live:
@@ -335,7 +345,10 @@ class KVCacheManager:
         parent = nodes[first - 1] if first else tree.root
         for index in range(first, num_blocks):
             node = tree.add(parent, request.block_hashes[index], request.block_contents[index], ())
-            assert node is not None
+            if node is None:
+                tree.prune(parent)
+                table.is_registrable = False
+                return None
             parent = nodes[index] = node
         return parent
 
@@ -393,7 +406,9 @@ class KVCacheManager:
         content = partial_content(
             request.token_ids, request.extra_key_spans, start, start + num_filled, self.block_size
         )
-        self.pool.tree.add_partial(self._live_node(table, index), content, blocks)
+        parent = self._live_node(table, index)
+        if parent is not None:
+            self.pool.tree.add_partial(parent, content, blocks)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while any request holds a block."""

@@ -44,12 +44,6 @@ class PrefixHit:
     def touched(self) -> list[KVCacheBlock]:
         return [block for blocks in self.blocks for block in blocks if block is not None]
 
-    def without_tail(self) -> PrefixHit:
-        """Only the whole blocks."""
-        if self.tail is None:
-            return self
-        return PrefixHit(self.nodes, self.blocks, self.num_tokens - self.tail.num_slots)
-
 
 def find_hit(
     path: Sequence[PrefixNode],
