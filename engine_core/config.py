@@ -26,6 +26,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         max_model_len: most tokens of one request; default what the model was made for.
         block_size: tokens of one KV block.
         num_blocks: size of the KV pool in blocks; overrides the two memory settings.
+        disable_hybrid_kv_cache_manager: keep a whole sequence for every layer, also where layers with a sliding window
+            could give up what they see no more.
         kv_cache_memory_bytes: memory for the KV pool, all layers together.
         gpu_memory_utilization: share of the device's memory that weights, activations and KV pool may use
             together (CUDA only); ignored when `kv_cache_memory_bytes` is given.
@@ -79,6 +81,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
+    disable_hybrid_kv_cache_manager: bool = False
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

@@ -14,6 +14,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -113,7 +114,7 @@ class _CLayer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _SIZES),
         ("activation", ctypes.c_int),
         ("attention", CAttention),
-        ("window", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
     )
 
 
@@ -121,8 +122,17 @@ class _CStep(ctypes.Structure):
     _fields_ = (
         ("num_tokens", ctypes.c_int64),
         ("batches", ctypes.POINTER(ctypes.POINTER(CAttentionBatch))),
-        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "slots", "normed", "qkv", "attended", "gated")),
+        ("slots", ctypes.POINTER(ctypes.c_void_p)),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "normed", "qkv", "attended", "gated")),
     )
+
+
+class AttentionKind(NamedTuple):
+    """Layers of one kind attend alike: heads and window are theirs, and where keys and values lie their group's."""
+
+    group: int
+    heads: LayerHeads
+    sliding_window: int | None
 
 
 class LayerScratch:
@@ -155,7 +165,7 @@ def is_available(dtype: torch.dtype) -> bool:
 class DecoderLayers:
     """Layers ready to compute in torch's intra-op threads. Those that share a `scratch` run one at a time.
 
-    `windows` are the different heads and sliding windows with which they attend.
+    `kinds` are the different ways in which they attend, once there are caches (`use`).
 
     Tokens are `[num_tokens, hidden_size]`, contiguous, in the dtype of the weights. Sums are in float32 and rounded
     once per part: norms, rotation and activation are not rounded in between. But for attention, a token's result does
@@ -175,7 +185,7 @@ class DecoderLayers:
         self.layers = list(layers)
         self._scratch = scratch
         self._library = found
-        self.windows = list(dict.fromkeys((parts.heads, parts.sliding_window) for parts in layers))
+        self.kinds: list[AttentionKind] = []
         self._sinks = [None if parts.sinks is None else parts.sinks.float().contiguous() for parts in layers]
         self._on_c_side = (_CLayer * len(layers))(
             *(
@@ -191,7 +201,6 @@ class DecoderLayers:
                         softcap=parts.softcap or 0.0,
                         sinks=None if sinks is None else sinks.data_ptr(),
                     ),
-                    self.windows.index((parts.heads, parts.sliding_window)),
                 )
                 for parts, sinks in zip(layers, self._sinks, strict=True)
             )
@@ -199,8 +208,8 @@ class DecoderLayers:
         self._caches: list[LayerCache] = []
         self._block_size = 0
 
-    def use(self, caches: Sequence[LayerCache]) -> None:
-        """From now on the layers' keys and values are here, in this order.
+    def use(self, caches: Sequence[LayerCache], groups: Sequence[int]) -> None:
+        """From now on the layers' keys and values are here, in this order, each in a KV cache group.
 
         Raises:
             ValueError: a cache is not like that.
@@ -221,32 +230,45 @@ class DecoderLayers:
             attention.keys, attention.values = keys.data_ptr(), values.data_ptr()
             attention.key_slot_stride, attention.key_head_stride = keys.stride()[1:3]
             attention.value_slot_stride, attention.value_head_stride = values.stride()[1:3]
+        kinds = [
+            AttentionKind(group, parts.heads, parts.sliding_window)
+            for parts, group in zip(self.layers, groups, strict=True)
+        ]
+        self.kinds = list(dict.fromkeys(kinds))
+        for layer, kind in zip(self._on_c_side, kinds, strict=True):
+            layer.kind = self.kinds.index(kind)
         self._caches, self._block_size = list(caches), block_size
 
     def __call__(
-        self, x: torch.Tensor, angles: Angles | None, slots: torch.Tensor, batches: Sequence[AttentionBatch]
+        self,
+        x: torch.Tensor,
+        angles: Angles | None,
+        slots: Sequence[torch.Tensor],
+        batches: Sequence[AttentionBatch],
     ) -> torch.Tensor:
         """The last layer's output for the first one's input `x`; keys and values are in the caches afterwards.
 
         Args:
             angles: cosines and sines, `[1, num_tokens, rotary_dim]` each; not looked at if nothing is rotated.
-            slots: `[num_tokens]` int64, where each token's key and value go; −1 is nowhere.
-            batches: planned for each of `windows`.
+            slots: for each of `kinds`, `[num_tokens]` int64: where each token's key and value go; −1 is nowhere.
+            batches: planned for each of `kinds`.
 
         Raises:
             ValueError: these do not fit each other, or no caches are in use.
         """
         step, y = self._step(x, angles), torch.empty_like(x)
-        if not self._caches or len(slots) != len(x) or slots.dtype is not torch.int64 or not slots.is_contiguous():
-            raise ValueError(f"{len(x)} tokens have no place in {len(self._caches)} caches and {len(slots)} slots")
-        for (heads, _), batch in zip(self.windows, batches, strict=True):
+        if not self._caches:
+            raise ValueError("there are no caches in use")
+        for kind, places, batch in zip(self.kinds, slots, batches, strict=True):
+            if len(places) != len(x) or places.dtype is not torch.int64 or not places.is_contiguous():
+                raise ValueError(f"{len(x)} tokens have no place in {len(places)} slots of {places.dtype}")
             planned = batch.on_c_side
-            if (batch.heads, planned.num_tokens, planned.block_size) != (heads, len(x), self._block_size):
+            if (batch.heads, planned.num_tokens, planned.block_size) != (kind.heads, len(x), self._block_size):
                 raise ValueError(
                     f"a step of {planned.num_tokens} tokens in blocks of {planned.block_size} and {batch.heads} is not"
-                    f" for {len(x)} in blocks of {self._block_size} and {heads}"
+                    f" for {len(x)} in blocks of {self._block_size} and {kind.heads}"
                 )
-        step.slots = slots.data_ptr()
+        step.slots = (ctypes.c_void_p * len(slots))(*(places.data_ptr() for places in slots))
         step.batches = (ctypes.POINTER(CAttentionBatch) * len(batches))(
             *(ctypes.pointer(batch.on_c_side) for batch in batches)
         )

@@ -29,12 +29,12 @@ def simulated_kernels() -> Iterator[None]:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        if self.metadata.planned_seq_len is None:
+        cache, metadata = self.pool.caches[layer_idx], self.metadata[self.pool.group_of[layer_idx]]
+        if metadata.planned_seq_len is None:
             return as_ever(self, layer_idx, query, key, value, options)
-        cache = self.caches[layer_idx]
         for source, tensor in zip((key, value), (cache.keys, cache.values), strict=True):
-            _write(source, tensor, self.metadata.slots.tensor)
-        batch = self.metadata.on_device
+            _write(source, tensor, metadata.slots.tensor)
+        batch = metadata.on_device
         return _attend(query, cache.keys, cache.values, batch.block_tables.long(), batch.positions[:, None], options)
 
     with patch.object(PagedKV, "attend", attend), patch.object(runner_module, "uses_triton", lambda tensor: True):

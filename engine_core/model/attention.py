@@ -6,7 +6,7 @@ of the model's forward; no mask function is registered, so transformers builds n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,10 +14,10 @@ import torch
 from transformers import AttentionInterface
 
 from kernels.attention_metadata import AttentionMetadata
-from kernels.kv_cache import LayerCache
 from kernels.paged_attention import paged_attention
 from kernels.write_kv import write_kv
 
+from .kv_pool import KVPool
 from .support import UnsupportedModelError
 
 ATTENTION_NAME = "foreword"
@@ -50,10 +50,10 @@ class LayerKV(Protocol):
 
 @dataclass(slots=True)
 class PagedKV:
-    """The KV pool as one step sees it. `caches` are the layers', by `layer_idx`."""
+    """The KV pool as one step sees it. `metadata` are those of its groups."""
 
-    caches: Mapping[int, LayerCache]
-    metadata: AttentionMetadata
+    pool: KVPool
+    metadata: Sequence[AttentionMetadata]
 
     def attend(
         self,
@@ -63,13 +63,13 @@ class PagedKV:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        cache = self.caches[layer_idx]
-        write_kv(key, value, cache.keys, cache.values, self.metadata.slots)
+        cache, metadata = self.pool.caches[layer_idx], self.metadata[self.pool.group_of[layer_idx]]
+        write_kv(key, value, cache.keys, cache.values, metadata.slots)
         return paged_attention(
             query,
             cache.keys,
             cache.values,
-            self.metadata,
+            metadata,
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,

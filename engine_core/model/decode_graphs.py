@@ -3,7 +3,7 @@
 A decode of a few requests is hundreds of kernels of microseconds each, which the host cannot launch as fast as the
 device computes them. A graph launches them all, but always the same ones, on the same memory. So a step is computed in
 a fixed number of rows, of which the last stand for nobody, and its numbers are written to tensors that the graph reads:
-per row the token, its position and its slot, and the block tables. The kernels need to know nothing else; how many of
+per row the token, its position and its slots, and the block tables. The kernels need to know nothing else; how many of
 them share the keys of a request does not depend on its length (`AttentionMetadata.planned_seq_len`).
 
 Graphs share these tensors and their memory, and are captured from the largest to the smallest, whose activations fit
@@ -37,8 +37,9 @@ from .staging import Staging
 
 logger = logging.getLogger(__name__)
 
-# The last are positions as attention has them, where rows that stand for nobody see nothing.
-_IDS, _POSITIONS, _SLOTS, _SEEN_TO = range(4)
+# Rows of a step's numbers. The third are positions as attention has them, where rows that stand for nobody see nothing;
+# from the fourth on, slots in each KV cache group.
+_IDS, _POSITIONS, _SEEN_TO, _SLOTS = range(4)
 _NOWHERE = -1
 
 
@@ -95,8 +96,8 @@ class DecodeGraphs:
         self._pool = pool
         # Rows begin at multiples of 64 bytes.
         width = -(-max_blocks // 16) * 16
-        self._block_tables = torch.zeros(sizes[-1], width, dtype=torch.int32, device=queue.device)
-        self._inputs = {size: _Inputs(self._block_tables[:size], block_size, dtype) for size in sizes}
+        self._block_tables = torch.zeros(pool.num_groups, sizes[-1], width, dtype=torch.int32, device=queue.device)
+        self._inputs = {size: _Inputs(self._block_tables[:, :size], block_size, dtype) for size in sizes}
         self._graphs: dict[int, CapturedGraph] = {}
 
     def capture(self, size: int) -> None:
@@ -126,9 +127,10 @@ class DecodeGraphs:
         # Two rows of one block would race for its slots.
         slots = np.where(np.arange(size) < num_blocks, blocks * block_size + positions, _NOWHERE)
         inputs = self._inputs[size]
-        inputs.numbers.copy_(torch.from_numpy(np.stack([ids, positions, slots, positions])))
+        numbers = [ids, positions, positions, *[slots] * len(self._block_tables)]
+        inputs.numbers.copy_(torch.from_numpy(np.stack(numbers)))
         inputs.positions.copy_(inputs.numbers[_SEEN_TO])
-        self._block_tables[:size] = torch.from_numpy(blocks).to(self._block_tables)[:, None]
+        self._block_tables[:, :size] = torch.from_numpy(blocks).to(self._block_tables)[:, None]
         expected = self._compute(size).clone()
         graph = self._graphs[size]
         graph.replay()
@@ -142,14 +144,14 @@ class DecodeGraphs:
 
     def logits(self, layout: StepLayout, sampled: SampledTokens | None, staging: Staging) -> torch.Tensor:
         """`[num_requests, vocab_size]` of a plain decode, whose K/V is written; overwritten by the next one."""
-        num_requests, num_blocks = layout.block_tables.shape
+        num_groups, num_requests, num_blocks = layout.block_tables.shape
         size = self.sizes[bisect_left(self.sizes, num_requests)]
         inputs = self._inputs[size]
-        numbers = np.zeros((4, size), dtype=np.int64)
-        numbers[[_SLOTS, _SEEN_TO], num_requests:] = _NOWHERE
-        numbers[:, :num_requests] = layout.ids, layout.positions, layout.slots, layout.positions
+        numbers = np.zeros((_SLOTS + num_groups, size), dtype=np.int64)
+        numbers[_SEEN_TO:, num_requests:] = _NOWHERE
+        numbers[:, :num_requests] = layout.ids, layout.positions, layout.positions, *layout.slots
         staging.upload_into(inputs.numbers, numbers)
-        staging.upload_into(self._block_tables[:num_requests, :num_blocks], layout.block_tables.astype(np.int32))
+        staging.upload_into(self._block_tables[:, :num_requests, :num_blocks], layout.block_tables.astype(np.int32))
         inputs.positions.copy_(inputs.numbers[_SEEN_TO])
         if sampled is not None:
             ids = inputs.numbers[_IDS, :num_requests]
@@ -166,7 +168,7 @@ class DecodeGraphs:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=inputs.rows,
-            layer_kv=PagedKV(self._pool.caches, inputs.metadata),
+            layer_kv=PagedKV(self._pool, inputs.metadata),
         ).logits[0]
 
 
@@ -206,15 +208,16 @@ def measure_all(graphs: DecodeGraphs, device: torch.device) -> int:
 
 class _Inputs:
     """What the graph of one size reads. `numbers` are contiguous, so that one copy fills them; kernels want `positions`
-    in int32.
+    in int32. `block_tables` `[num_groups, size, max_blocks]`.
     """
 
     def __init__(self, block_tables: torch.Tensor, block_size: int, dtype: torch.dtype) -> None:
-        size, device = len(block_tables), block_tables.device
-        self.numbers = torch.zeros(4, size, dtype=torch.int64, device=device)
-        self.numbers[_SLOTS] = _NOWHERE
+        (num_groups, size, _), device = block_tables.shape, block_tables.device
+        self.numbers = torch.zeros(_SLOTS + num_groups, size, dtype=torch.int64, device=device)
+        self.numbers[_SLOTS:] = _NOWHERE
         self.positions = torch.full((size,), _NOWHERE, dtype=torch.int32, device=device)
         self.rows = torch.arange(size, device=device)
-        self.metadata: AttentionMetadata = replayable_decode(
-            block_tables, self.positions, self.numbers[_SLOTS], block_size, dtype
-        )
+        self.metadata: list[AttentionMetadata] = [
+            replayable_decode(tables, self.positions, slots, block_size, dtype)
+            for tables, slots in zip(block_tables, self.numbers[_SLOTS:], strict=True)
+        ]

@@ -29,6 +29,8 @@ class StepLayout:
     """A scheduled batch as arrays; the meanings are those of `AttentionMetadata`, all int64.
 
     Attributes:
+        block_tables: `[num_groups, num_requests, max_blocks]`: each KV cache group's.
+        slots: `[num_groups, num_tokens]`: each group's slot mapping.
         ids: `[num_tokens]`: tokens, or where they are in what the step before has sampled.
         positions: `[num_tokens]`: places in their sequences.
         sampling: indices into the batch of the requests whose last token is in it.
@@ -43,23 +45,29 @@ class StepLayout:
     sampling: list[int]
 
 
-def lay_out(batch: Sequence[ScheduledRequest], block_size: int, sampled: SampledTokens | None) -> StepLayout:
-    """The cost grows with what is scheduled and the block tables it needs, not with the pool.
+def lay_out(
+    batch: Sequence[ScheduledRequest],
+    windows: Sequence[int | None],
+    block_size: int,
+    sampled: SampledTokens | None,
+) -> StepLayout:
+    """The cost grows with what is scheduled and the blocks it sees, not with the pool.
 
-    `sampled` is what the step before has sampled, for a batch that follows it.
+    `windows` are those of the KV cache groups (`ModelInfo.windows`); `sampled` is what the step before has sampled, for
+    a batch that follows it.
     """
     starts = np.array([item.start for item in batch], dtype=np.int64)
     query_lens = np.array([item.num_tokens for item in batch], dtype=np.int64)
     shared_blocks = np.array([item.num_shared_blocks for item in batch], dtype=np.int64)
     query_start_loc = np.concatenate([[0], np.cumsum(query_lens)])
     seq_lens = starts + query_lens
-    block_tables = _block_tables(batch, -(-seq_lens // block_size))
+    block_tables = _block_tables(batch, windows, block_size)
 
     rows = np.repeat(np.arange(len(batch)), query_lens)
     positions = np.arange(len(rows)) + (starts - query_start_loc[:-1])[rows]
     blocks = positions // block_size
-    slots = block_tables[rows, blocks] * block_size + positions % block_size
-    slots[blocks < shared_blocks[rows]] = -1
+    slots = block_tables[:, rows, blocks] * block_size + positions % block_size
+    slots[:, blocks < shared_blocks[rows]] = -1
     return StepLayout(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
@@ -73,13 +81,14 @@ def lay_out(batch: Sequence[ScheduledRequest], block_size: int, sampled: Sampled
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """`input_ids` and `position_ids` are `[1, num_tokens]`. `logits_indices` are the flattened places of the last
-    tokens of the requests that sample, in their order. All tensors are on the device.
+    """`input_ids` and `position_ids` are `[1, num_tokens]`. `metadata` are those of the KV cache groups.
+    `logits_indices` are the flattened places of the last tokens of the requests that sample, in their order. All
+    tensors are on the device.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    metadata: AttentionMetadata
+    metadata: Sequence[AttentionMetadata]
     logits_indices: torch.Tensor
 
 
@@ -101,20 +110,24 @@ def build_input_batch(
     ids, position_ids, logits_indices = staging.upload(
         layout.ids, layout.positions, layout.query_start_loc[1:][layout.sampling] - 1
     )
+    seen = visible_to(batch, layout.query_start_loc, layout.positions) if joins_touching else None
     return InputBatch(
         input_ids=(ids if sampled is None else sampled.tokens.index_select(0, ids))[None],
         position_ids=position_ids[None],
-        metadata=AttentionMetadata(
-            query_start_loc=layout.query_start_loc,
-            seq_lens=layout.seq_lens,
-            block_tables=layout.block_tables,
-            slot_mapping=layout.slots,
-            block_size=block_size,
-            dtype=dtype,
-            device=staging.device,
-            visible_to=visible_to(batch, layout.query_start_loc, layout.positions) if joins_touching else None,
-            upload=staging.upload,
-        ),
+        metadata=[
+            AttentionMetadata(
+                query_start_loc=layout.query_start_loc,
+                seq_lens=layout.seq_lens,
+                block_tables=block_tables,
+                slot_mapping=slots,
+                block_size=block_size,
+                dtype=dtype,
+                device=staging.device,
+                visible_to=seen,
+                upload=staging.upload,
+            )
+            for block_tables, slots in zip(layout.block_tables, layout.slots, strict=True)
+        ],
         logits_indices=logits_indices,
     )
 
@@ -131,9 +144,12 @@ def _ids_or_rows(
     return token_ids
 
 
-def _block_tables(batch: Sequence[ScheduledRequest], num_blocks: np.ndarray) -> np.ndarray:
-    """`[num_requests, max(num_blocks)]`, zero-filled: only the blocks this step reads or writes."""
-    tables = np.zeros((len(batch), num_blocks.max()), dtype=np.int64)
-    for row, item, count in zip(tables, batch, num_blocks.tolist(), strict=True):
-        row[:count] = np.fromiter(islice(item.block_tables[0], count), dtype=np.int64, count=count)
+def _block_tables(batch: Sequence[ScheduledRequest], windows: Sequence[int | None], block_size: int) -> np.ndarray:
+    """`[num_groups, num_requests, max_blocks]`, zero where there is no block that this step reads or writes."""
+    ends = [-(-item.end // block_size) for item in batch]
+    tables = np.zeros((len(windows), len(batch), max(ends)), dtype=np.int64)
+    for group, window in enumerate(windows):
+        for row, item, end in zip(tables[group], batch, ends, strict=True):
+            first = 0 if window is None else max(0, item.start + 1 - window) // block_size
+            row[first:end] = np.fromiter(islice(item.block_tables[group], first, end), np.int64, end - first)
     return tables

@@ -1,41 +1,65 @@
-"""The KV pool: what its blocks are made of, and their memory."""
+"""The KV pool: what its blocks hold, and their memory.
+
+A block belongs to one group of layers at a time (`kv_groups`). So the first layers of all groups share their memory,
+and so do the second ones: one tensor of keys and one of values for each place in a group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kernels.kv_cache import LayerCache
 
+from .kv_groups import KVGroup
 from .support import LayerShape
 
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """Blocks of memory. `caches` are the layers', by their number."""
+    """Blocks of memory.
+
+    Attributes:
+        caches: the layers', by their number.
+        group_of: by the same, the layer's place among the groups.
+        tensors: all of the memory, once: a block is a row of each.
+    """
 
     caches: Mapping[int, LayerCache]
+    group_of: Mapping[int, int]
+    tensors: Sequence[torch.Tensor]
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of the memory, once: a block is a row of each."""
-        return [tensor for cache in self.caches.values() for tensor in cache.tensors]
+    def num_groups(self) -> int:
+        return 1 + max(self.group_of.values())
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """What a block holds: `block_size` tokens of layers of these shapes, by layer number, in `dtype`."""
+    """What a block holds: `block_size` tokens of one of `groups`, in `dtype`. `shapes` are the layers', by number."""
 
     shapes: Mapping[int, LayerShape]
+    groups: Sequence[KVGroup]
     block_size: int
     dtype: torch.dtype
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the groups."""
+        return tuple(group.window for group in self.groups)
+
+    @property
     def block_bytes(self) -> int:
-        values_per_token = sum(shape.values_per_token for shape in self.shapes.values())
+        values_per_token = sum(shape.values_per_token for shape in self._places)
         return values_per_token * self.dtype.itemsize * self.block_size
+
+    @property
+    def _places(self) -> list[LayerShape]:
+        """What there is room for in a block: those of the largest group."""
+        largest = max(self.groups, key=lambda group: len(group.layers))
+        return [self.shapes[layer_idx] for layer_idx in largest.layers]
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVPool:
         """Not cleared: no slot is read before it was written, and on a CPU untouched pages take no memory."""
@@ -44,9 +68,16 @@ class PoolLayout:
             size = (num_blocks, self.block_size, shape.num_kv_heads, head_dim)
             return torch.empty(size, dtype=self.dtype, device=device)
 
+        places = [
+            LayerCache(allocate(shape, shape.key_head_dim), allocate(shape, shape.value_head_dim))
+            for shape in self._places
+        ]
         return KVPool(
-            {
-                layer_idx: LayerCache(allocate(shape, shape.key_head_dim), allocate(shape, shape.value_head_dim))
-                for layer_idx, shape in self.shapes.items()
-            }
+            caches={
+                layer_idx: cache
+                for group in self.groups
+                for layer_idx, cache in zip(group.layers, places, strict=False)
+            },
+            group_of={layer_idx: index for index, group in enumerate(self.groups) for layer_idx in group.layers},
+            tensors=[tensor for cache in places for tensor in cache.tensors],
         )

@@ -17,7 +17,9 @@ _CPU_CAP_BYTES = 4 << 30
 _CPU_CAP_TOKENS = 1 << 20
 
 
-def choose_num_blocks(config: EngineConfig, *, block_bytes: int, device: torch.device, reserved_bytes: int) -> int:
+def choose_num_blocks(
+    config: EngineConfig, *, block_bytes: int, num_groups: int, device: torch.device, reserved_bytes: int
+) -> int:
     """Blocks of the pool, in this order of precedence: `num_blocks`, `kv_cache_memory_bytes`, and what the device has.
 
     On CUDA that is `gpu_memory_utilization` of its memory, less what is in use and the `reserved_bytes` that a full
@@ -26,9 +28,15 @@ def choose_num_blocks(config: EngineConfig, *, block_bytes: int, device: torch.d
     later ones find.
 
     Raises:
-        InvalidConfigError: there is no room for a single block, or less memory than was asked for.
+        InvalidConfigError: there is no room for a block of each of the `num_groups` KV cache groups, or less memory
+            than was asked for.
     """
     if config.num_blocks is not None:
+        if config.num_blocks < num_groups:
+            raise InvalidConfigError(
+                f"num_blocks: a token takes a block of each of the model's {num_groups} KV cache groups, the pool would"
+                f" have {config.num_blocks}"
+            )
         check_room("num_blocks", config.num_blocks * block_bytes, device)
         return config.num_blocks
     if config.kv_cache_memory_bytes is not None:
@@ -44,14 +52,16 @@ def choose_num_blocks(config: EngineConfig, *, block_bytes: int, device: torch.d
             " captured decodes and by the encoder cache,"
         )
     else:
-        cap_bytes = min(_CPU_CAP_BYTES, math.ceil(_CPU_CAP_TOKENS / config.block_size) * block_bytes)
+        cap_blocks = math.ceil(_CPU_CAP_TOKENS / config.block_size) * num_groups
+        cap_bytes = min(_CPU_CAP_BYTES, cap_blocks * block_bytes)
         budget_bytes = min(int(available_memory_bytes() * _CPU_SHARE), cap_bytes)
         setting = f"{_CPU_SHARE:.0%} of the available memory"
     num_blocks = budget_bytes // block_bytes
-    if num_blocks < 1:
+    if num_blocks < num_groups:
+        of_each_group = f", and there must be one of each of the {num_groups} KV cache groups" if num_groups > 1 else ""
         raise InvalidConfigError(
             f"{setting} leaves {max(0, budget_bytes)} bytes for the KV pool; one block of {config.block_size} tokens"
-            f" needs {block_bytes} bytes"
+            f" needs {block_bytes} bytes{of_each_group}"
         )
     return num_blocks
 

@@ -11,9 +11,10 @@ from ipc.messages import EngineRequest, SamplingParams
 SCRATCH_BLOCK_ID = 0
 
 
-def heaviest_step(config: EngineConfig, max_model_len: int) -> list[ScheduledRequest]:
+def heaviest_step(config: EngineConfig, max_model_len: int, num_groups: int) -> list[ScheduledRequest]:
     """As many requests as a step may have, all at the end of the longest context and all sampling with every rule that
-    takes memory; one of them computes what the others leave of the token budget. Every block is `SCRATCH_BLOCK_ID`.
+    takes memory; one of them computes what the others leave of the token budget. Every block of every KV cache group
+    is `SCRATCH_BLOCK_ID`.
     """
     params = SamplingParams(
         temperature=1.0, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=20
@@ -22,8 +23,8 @@ def heaviest_step(config: EngineConfig, max_model_len: int) -> list[ScheduledReq
     request = Request(source, max_tokens=1, seed=0, arrival_time_s=0.0)
     num_decodes = min(config.max_num_seqs, config.max_num_batched_tokens) - 1
     chunk_tokens = min(config.max_num_batched_tokens - num_decodes, max_model_len)
-    block_ids = [SCRATCH_BLOCK_ID] * -(-max_model_len // config.block_size)
+    block_tables = [[SCRATCH_BLOCK_ID] * -(-max_model_len // config.block_size)] * num_groups
     return [
-        ScheduledRequest(request, max_model_len - num_tokens, num_tokens, [block_ids], num_shared_blocks=0)
+        ScheduledRequest(request, max_model_len - num_tokens, num_tokens, block_tables, num_shared_blocks=0)
         for num_tokens in (chunk_tokens, *[1] * num_decodes)
     ]

@@ -30,6 +30,7 @@ from .forward import step_logits
 from .head_replay import decoding_once
 from .host_memory import give_back_freed_memory
 from .input_batch import InputBatch, SampledTokens, StepLayout, build_input_batch, lay_out
+from .kv_groups import described, group_layers
 from .kv_pool import KVPool, PoolLayout
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, takes_pictures
 from .logit_rules import LogitRules
@@ -85,7 +86,8 @@ class ModelRunner:
         self._model = load_model(path, model_config, self._dtype, self._device)
         self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))
         shapes = probe_layers(self._model, model_config)
-        self._pool_layout = PoolLayout(shapes, config.block_size, self._dtype)
+        groups = group_layers(shapes, max_model_len, one_group=True)
+        self._pool_layout = PoolLayout(shapes, groups, config.block_size, self._dtype)
         self._pictures = Pictures.of(self._model, model_config) if takes_pictures(model_config) else None
         # Before the passes: afterwards a model has no forward of its own to compare with.
         if self._pictures is not None:
@@ -103,6 +105,7 @@ class ModelRunner:
         num_blocks = choose_num_blocks(
             config,
             block_bytes=self._pool_layout.block_bytes,
+            num_groups=len(groups),
             device=self._device,
             reserved_bytes=self._reserved_bytes(config, max_model_len) if self._device.type == "cuda" else 0,
         )
@@ -123,16 +126,18 @@ class ModelRunner:
             tokenizer_digest=tokenizer_digest(path),
             multimodal=None if self._pictures is None else self._pictures.info,
             runs_apart=self._queue is not None,
+            windows=self._pool_layout.windows,
         )
         logger.info(
-            "model_loaded name=%s dtype=%s quantization=%s device=%s threads=%d layers=%d blocks=%d kv_pool_bytes=%d"
-            " load_s=%.1f",
+            "model_loaded name=%s dtype=%s quantization=%s device=%s threads=%d layers=%d kv_groups=%s blocks=%d"
+            " kv_pool_bytes=%d load_s=%.1f",
             self.info.name,
             dtype_name,
             config.quantization,
             self._device,
             torch.get_num_threads(),
             len(shapes),
+            described(groups),
             num_blocks,
             sum(tensor.nbytes for tensor in self.pool.tensors),
             time.monotonic() - started_s,
@@ -200,14 +205,14 @@ class ModelRunner:
             sampled=sampled,
             joins_touching=pictures is not None and pictures.joins_touching,
         )
-        layer_kv = PagedKV(pool.caches, inputs.metadata)
+        layer_kv = PagedKV(pool, inputs.metadata)
         positions = None if pictures is None else pictures.positions
         return inputs, step_logits(self._model, batch, inputs, layer_kv, positions, self._staging)
 
     def _launch(self, batch: Sequence[ScheduledRequest], pool: KVPool) -> RunningStep:
         outputs = StepOutputs(len(batch))
         sampled = None if batch[0].follows is None else self._sampled
-        layout = lay_out(batch, self._block_size, sampled)
+        layout = lay_out(batch, self._pool_layout.windows, self._block_size, sampled)
         with self._staging.step():
             if self._graphs is not None and self._is_captured(batch):
                 logits = self._graphs.logits(layout, sampled, self._staging)
@@ -246,11 +251,13 @@ class ModelRunner:
 
     def _compute_alone(self, item: ScheduledRequest) -> torch.Tensor:
         """Logits of all tokens of a request without blocks, `[num_tokens, vocab_size]`, in a cache of their own."""
-        num_blocks = -(-item.num_tokens // self._block_size)
-        batch = [dataclasses.replace(item, block_tables=[range(num_blocks)])]
-        layout = lay_out(batch, self._block_size, None)
+        windows, num_blocks = self._pool_layout.windows, -(-item.num_tokens // self._block_size)
+        tables = [range(first, first + num_blocks) for first in range(0, len(windows) * num_blocks, num_blocks)]
+        batch = [dataclasses.replace(item, block_tables=tables)]
+        layout = lay_out(batch, windows, self._block_size, None)
         with self._staging.step():
-            _, logits_of = self._forward(batch, layout, None, self._pool_layout.allocate(num_blocks, self._device))
+            pool = self._pool_layout.allocate(len(windows) * num_blocks, self._device)
+            _, logits_of = self._forward(batch, layout, None, pool)
             return logits_of(torch.arange(item.num_tokens, device=self._device))
 
     def _make_graphs(self, config: EngineConfig, max_model_len: int, pool: KVPool) -> DecodeGraphs | None:
@@ -277,7 +284,7 @@ class ModelRunner:
         pool = self._pool_layout.allocate(SCRATCH_BLOCK_ID + 1, self._device)
         for tensor in pool.tensors:
             tensor.zero_()
-        self._launch(heaviest_step(config, max_model_len), pool).wait()
+        self._launch(heaviest_step(config, max_model_len, len(self._pool_layout.groups)), pool).wait()
 
     def _reserved_bytes(self, config: EngineConfig, max_model_len: int) -> int:
         """What a step, the graphs and the encoder cache need besides the KV pool."""

@@ -85,6 +85,14 @@ def _engine_options(
         int | None,
         option(_MEMORY, "Memory for the KV pool, for instance 2GiB.", parser=size, metavar="SIZE"),
     ] = None,
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool,
+        option(
+            _MEMORY,
+            "Keep whole sequences for all layers, also for those with a sliding window.",
+            "--disable-hybrid-kv-cache-manager",
+        ),
+    ] = _ENGINE.disable_hybrid_kv_cache_manager,
     gpu_memory_utilization: Annotated[
         float, option(_MEMORY, "Share of the GPU's memory for weights, activations and KV pool.", min=0.01, max=1.0)
     ] = _ENGINE.gpu_memory_utilization,

@@ -56,12 +56,13 @@ static void write_cache(const Layer *layer, const element *keys, const element *
 /* Queries and keys as attention wants them; keys and values in the caches, if there are any. */
 static void finish_tokens(Worker *w, const Layer *layer, const LayerStep *s) {
     const int64_t query_size = layer->num_heads * layer->head_dim, key_size = layer->num_kv_heads * layer->head_dim;
+    const int64_t *slots = s->slots ? s->slots[layer->kind] : NULL;
     FOR_ROWS(w, s->num_tokens, token) {
         element *queries = s->qkv + token * (query_size + 2 * key_size), *keys = queries + query_size;
         finish_heads(layer, s, &layer->of_queries, queries, layer->num_heads, token);
         finish_heads(layer, s, &layer->of_keys, keys, layer->num_kv_heads, token);
-        if (s->slots && s->slots[token] >= 0)
-            write_cache(layer, keys, keys + key_size, s->slots[token]);
+        if (slots && slots[token] >= 0)
+            write_cache(layer, keys, keys + key_size, slots[token]);
     }
     end_phase(w);
 }
@@ -90,7 +91,7 @@ static void after_attention(Worker *w, const Layer *layer, const LayerStep *s, c
 
 static void attend_step(Worker *w, const Layer *layer, const LayerStep *s) {
     Attention a = layer->attention;
-    a.batch = s->batches[layer->window];
+    a.batch = s->batches[layer->kind];
     a.query = s->qkv;
     a.output = s->attended;
     attend(w, &a);

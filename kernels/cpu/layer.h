@@ -17,15 +17,15 @@ typedef struct {
     int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
     Activation activation;
     Attention attention; /* its batch, queries and output are the step's */
-    int64_t window;      /* which of the step's batches it attends by */
+    int64_t kind;        /* which of the step's batches and slots are for it */
 } Layer;
 
 /* A step's tokens; from `normed` on, memory for what the parts of a layer leave to each other. */
 typedef struct {
     int64_t num_tokens;
     const AttentionBatch *const *batches;
+    const int64_t *const *slots;  /* [tokens] each, where keys and values go in the caches; -1 is nowhere */
     const float *cosines, *sines; /* [tokens, rotary_dim] */
-    const int64_t *slots;           /* [tokens], where keys and values go in the caches; -1 is nowhere */
     element *normed;                /* [tokens, hidden size] */
     element *qkv;                   /* [tokens, heads + 2 · KV heads, head_dim] */
     element *attended;              /* [tokens, heads, head_dim] */

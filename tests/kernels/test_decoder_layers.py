@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,9 @@ from kernels import attention as attention_kernel
 from kernels import attention_batch, decoder_layers
 from kernels.attention import attention
 from kernels.attention_batch import AttentionBatch, plan_batch
+from kernels.attention_metadata import AttentionMetadata
 from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
-from kernels.decoder_layers import Angles, DecoderLayers, LayerParts, LayerScratch, Norm
+from kernels.decoder_layers import Angles, AttentionKind, DecoderLayers, LayerParts, LayerScratch, Norm
 from kernels.kv_cache import LayerCache
 from kernels.linear import Activation, pack_weight
 
@@ -163,67 +165,109 @@ def make_layers(kind: Kind, dtype: torch.dtype) -> list[Plain]:
 
 @dataclass
 class Step:
-    """A batch in which each layer has caches of its own; what this step's tokens write there is NaN before."""
+    """A batch and, by layer, where its keys and values are; what this step's tokens write there is NaN before.
+
+    A case's metadata are those of its group, and layers at the same place in their groups share memory.
+    """
 
     cases: list[PagedBatch]
+    groups: list[int]
     x: torch.Tensor
     angles: Angles
-    slots: torch.Tensor
 
     @property
     def caches(self) -> list[LayerCache]:
         return [LayerCache(case.key_cache, case.value_cache) for case in self.cases]
 
     def copy(self) -> Step:
+        copies = {id(cache): cache.clone() for case in self.cases for cache in (case.key_cache, case.value_cache)}
         return replace(
             self,
-            cases=[replace(c, key_cache=c.key_cache.clone(), value_cache=c.value_cache.clone()) for c in self.cases],
+            cases=[
+                replace(case, key_cache=copies[id(case.key_cache)], value_cache=copies[id(case.value_cache)])
+                for case in self.cases
+            ],
         )
 
-    def batches(self, layers: DecoderLayers, threads: int = 2) -> list[AttentionBatch]:
-        m = self.cases[0].metadata
+    def metadata(self, kind: AttentionKind) -> AttentionMetadata:
+        return self.cases[self.groups.index(kind.group)].metadata
+
+    def slots(self, layers: DecoderLayers) -> list[torch.Tensor]:
+        return [self.metadata(kind).slots.tensor for kind in layers.kinds]
+
+    def batches(self, layers: DecoderLayers) -> list[AttentionBatch]:
         return [
             plan_batch(
-                *(m.query_start_loc, m.seq_lens, m.block_tables, m.block_size, heads),
-                sliding_window=window,
-                num_threads=threads,
+                *(m.query_start_loc, m.seq_lens, m.block_tables, m.block_size, kind.heads),
+                sliding_window=kind.sliding_window,
+                num_threads=2,
             )
-            for heads, window in layers.windows
+            for kind in layers.kinds
+            for m in [self.metadata(kind)]
         ]
 
     def computed(self, layers: Sequence[Plain]) -> torch.Tensor:
         computing = DecoderLayers([layer.parts for layer in layers], LayerScratch())
-        computing.use(self.caches)
-        return computing(self.x, self.angles, self.slots, self.batches(computing))
+        computing.use(self.caches, self.groups)
+        return computing(self.x, self.angles, self.slots(computing), self.batches(computing))
 
 
 LENGTHS = [(1, 20), (5, 9), (3, 3), (1, 17)]
 
 
 def make_step(
-    kind: Kind, dtype: torch.dtype, lengths: Sequence[tuple[int, int]] = LENGTHS, nowhere: Sequence[int] = ()
+    kind: Kind,
+    dtype: torch.dtype,
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+    nowhere: Sequence[int] = (),
+    num_groups: int = 1,
 ) -> Step:
-    """`nowhere`: tokens whose keys and values are in the caches already."""
+    """`nowhere`: tokens whose keys and values are in the caches already. Layers belong to the groups by turns."""
     sizes = {"num_heads": kind.num_heads, "num_kv_heads": kind.num_kv_heads, "head_dim": kind.head_dim}
-    first = make_batch(lengths, dtype=dtype, **sizes)
-    block_size, slots = first.metadata.block_size, []
-    for table, (query_len, seq_len) in zip(first.block_tables, lengths, strict=True):
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(seq_len - query_len, seq_len)]
-    for token in nowhere:
-        slots[token] = -1
-    cases = []
-    for _ in kind.windows:
-        caches = [cache.clone() for cache in (first.key_cache, first.value_cache)]
-        for cache in caches:
-            flat = cache.view(-1, kind.num_kv_heads, kind.head_dim)
-            flat += fresh(*flat.shape, dtype=dtype)
-            flat[[slot for slot in slots if slot >= 0]] = float("nan")
-        cases.append(replace(first, key_cache=caches[0], value_cache=caches[1]))
-    turns = fresh(1, len(slots), kind.rotary_dim, scale=3)
+    num_tokens = sum(query_len for query_len, _ in lengths)
+    pool = make_batch([*lengths] * num_groups, dtype=dtype, **sizes)
+    by_group = []
+    for group in range(num_groups):
+        rows = slice(group * len(lengths), (group + 1) * len(lengths))
+        tables, block_size, slots = pool.block_tables[rows], pool.metadata.block_size, []
+        for table, (query_len, seq_len) in zip(tables, lengths, strict=True):
+            slots += [table[p // block_size] * block_size + p % block_size for p in range(seq_len - query_len, seq_len)]
+        for token in nowhere:
+            slots[token] = -1
+        by_group.append(
+            replace(
+                pool,
+                block_tables=tables,
+                query_lens=pool.query_lens[rows],
+                seq_lens=pool.seq_lens[rows],
+                metadata=replace(
+                    pool.metadata,
+                    query_start_loc=pool.metadata.query_start_loc[: len(lengths) + 1],
+                    seq_lens=pool.metadata.seq_lens[rows],
+                    block_tables=pool.metadata.block_tables[rows],
+                    slot_mapping=np.array(slots),
+                ),
+            )
+        )
+    cases: list[PagedBatch] = []
+    groups = [place % num_groups for place in range(len(kind.windows))]
+    for group in groups:
+        if group == 0:
+            caches = [cache.clone() for cache in (pool.key_cache, pool.value_cache)]
+            for cache in caches:
+                flat = cache.view(-1, kind.num_kv_heads, kind.head_dim)
+                flat += fresh(*flat.shape, dtype=dtype)
+                for case in by_group:
+                    flat[stored_slots(case)] = float("nan")
+        cases.append(replace(by_group[group], key_cache=caches[0], value_cache=caches[1]))
+    turns = fresh(1, num_tokens, kind.rotary_dim, scale=3)
     # In float32 whatever the layers compute in, as some models have them, and with halves that differ.
-    return Step(
-        cases, fresh(len(slots), kind.hidden_size, dtype=dtype), (turns.cos(), turns.sin()), torch.tensor(slots)
-    )
+    return Step(cases, groups, fresh(num_tokens, kind.hidden_size, dtype=dtype), (turns.cos(), turns.sin()))
+
+
+def stored_slots(case: PagedBatch) -> torch.Tensor:
+    slots = case.metadata.slots.tensor
+    return slots[slots >= 0]
 
 
 def normalized(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -251,12 +295,12 @@ def exact_layer(layer: Plain, x: torch.Tensor, step: Step, case: PagedBatch) -> 
     qkv = product("qkv", normalized(x, norms.get("before_attention")))
     queries, keys, values = qkv.split([heads, kv_heads, kv_heads], dim=-1)
     queries = of_heads(queries, norms.get("of_queries"), kind.num_heads)
-    written = step.slots >= 0
+    written = case.metadata.slots.tensor >= 0
     for cache, new in (
         (case.key_cache, of_heads(keys, norms.get("of_keys"), kind.num_kv_heads)),
         (case.value_cache, values.unflatten(-1, (kind.num_kv_heads, kind.head_dim))),
     ):
-        cache.view(-1, *cache.shape[2:])[step.slots[written]] = new[written].to(cache.dtype)
+        cache.view(-1, *cache.shape[2:])[stored_slots(case)] = new[written].to(cache.dtype)
     attended = replace(case, query=queries).expected(scaling=layer.scaling, sliding_window=layer.window, **kind.options)
     h = x + normalized(product("output", attended.flatten(1)), norms.get("after_attention"))
     into_mlp = normalized(h, norms.get("before_mlp"))
@@ -277,16 +321,26 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", KINDS)
 def test_layers_are_what_is_written(dtype: torch.dtype, name: str) -> None:
     """Two in a call, and one token of a prefix that is cached whole: it is written nowhere."""
-    layers, step = make_layers(KINDS[name], dtype), make_step(KINDS[name], dtype, nowhere=[9])
+    check_layers(make_layers(KINDS[name], dtype), make_step(KINDS[name], dtype, nowhere=[9]))
+
+
+def test_layers_of_several_groups_have_block_tables_of_their_own_in_one_memory(dtype: torch.dtype) -> None:
+    kind = replace(KINDS["gemma3"], windows=(8, None))
+    check_layers(make_layers(kind, dtype), make_step(kind, dtype, num_groups=2))
+
+
+def check_layers(layers: list[Plain], step: Step) -> None:
     before, reference = step.copy(), step.copy()
     actual, y = step.computed(layers), step.x.double()
     for layer, case in zip(layers, reference.cases, strict=True):
         y = exact_layer(layer, y, reference, case)
-    assert actual.dtype is dtype
+    assert actual.dtype is step.x.dtype
     assert_close(actual, y)
 
-    written = step.slots[step.slots >= 0]
-    for caches, of_reference, caches_before in zip(step.caches, reference.caches, before.caches, strict=True):
+    num_groups = 1 + max(step.groups)
+    written = torch.cat([stored_slots(case) for case in step.cases[:num_groups]])
+    memory = (each.caches[::num_groups] for each in (step, reference, before))
+    for caches, of_reference, caches_before in zip(*memory, strict=True):
         for cache, expected, cache_before in zip(
             caches.tensors, of_reference.tensors, caches_before.tensors, strict=True
         ):
@@ -304,13 +358,14 @@ def test_layers_in_one_call_are_those_one_by_one_and_each_part_by_part(dtype: to
     x = y = step.x
     for layer, caches, case in zip(layers, one_by_one.caches, in_parts.cases, strict=True):
         single = DecoderLayers([layer.parts], scratch)
-        single.use([caches])
+        single.use([caches], [0])
         [batch] = step.batches(single)
-        x = single(x, step.angles, step.slots, [batch])
+        slots = step.slots(single)
+        x = single(x, step.angles, slots, [batch])
 
         queries, *new = single.before_attention(0, y, step.angles)
         for cache, values in zip((case.key_cache, case.value_cache), new, strict=True):
-            cache.view(-1, *cache.shape[2:])[step.slots] = values
+            cache.view(-1, *cache.shape[2:])[slots[0]] = values
         attended = attention(
             queries, case.key_cache, case.value_cache, batch, scaling=layer.scaling, **layer.kind.options
         )
@@ -400,9 +455,9 @@ def test_caches_that_are_others_are_refused(dtype: torch.dtype) -> None:
     cache = torch.zeros(3, 16, 2, 16, dtype=dtype)
     for wrong in (cache.half(), cache[..., :15], cache[:, :8], cache.transpose(2, 3), cache[:, :, :1]):
         with pytest.raises(ValueError, match="is no cache for"):
-            computing.use([LayerCache(cache, cache), LayerCache(cache, wrong)])
+            computing.use([LayerCache(cache, cache), LayerCache(cache, wrong)], [0, 0])
     with pytest.raises(ValueError, match="shorter"):
-        computing.use([LayerCache(cache, cache)])
+        computing.use([LayerCache(cache, cache)], [0])
 
 
 def test_a_step_that_does_not_fit_is_refused(dtype: torch.dtype) -> None:
@@ -410,25 +465,27 @@ def test_a_step_that_does_not_fit_is_refused(dtype: torch.dtype) -> None:
     step = make_step(LLAMA, dtype)
     before = step.copy()
     computing = DecoderLayers([layer.parts for layer in make_layers(LLAMA, dtype)], LayerScratch())
-    x, angles, slots, batches = step.x, step.angles, step.slots, step.batches(computing)
-    with pytest.raises(ValueError, match=r"no place in 0 caches"):
-        computing(x, angles, slots, batches)
-    computing.use(step.caches)
+    x, angles = step.x, step.angles
+    with pytest.raises(ValueError, match=r"no caches in use"):
+        computing(x, angles, [], [])
+    computing.use(step.caches, step.groups)
+    [slots], batches = step.slots(computing), step.batches(computing)
     coarse = make_batch([(10, 64)], num_heads=4, num_kv_heads=2, head_dim=16, dtype=dtype, block_size=32).metadata
     of_others = plan_batch(
-        *(coarse.query_start_loc, coarse.seq_lens, coarse.block_tables, 32, computing.windows[0][0]), num_threads=2
+        *(coarse.query_start_loc, coarse.seq_lens, coarse.block_tables, 32, computing.kinds[0].heads), num_threads=2
     )
     for arguments, message in (
-        ((x.half(), angles, slots, batches), r"do not take torch.float16 \[10, 48\] on cpu"),
-        ((x[:, :47], angles, slots, batches), r"\[10, 47\]"),
-        ((x.T.contiguous().T, angles, slots, batches), "do not take"),
-        ((x, None, slots, batches), r"10 tokens are not rotated in 16 dimensions by None"),
-        ((x, (angles[0], angles[1][:, :9]), slots, batches), r"by \[\[1, 10, 16\], \[1, 9, 16\]\]"),
-        ((x, angles, slots[:9], batches), "10 tokens have no place in 2 caches and 9 slots"),
-        ((x, angles, slots.int(), batches), "10 tokens have no place"),
-        ((x[:9], (angles[0][:, :9], angles[1][:, :9]), slots[:9], batches), "a step of 10 tokens in blocks of 16"),
-        ((x, angles, slots, [of_others]), "a step of 10 tokens in blocks of 32"),
-        ((x, angles, slots, []), "shorter"),
+        ((x.half(), angles, [slots], batches), r"do not take torch.float16 \[10, 48\] on cpu"),
+        ((x[:, :47], angles, [slots], batches), r"\[10, 47\]"),
+        ((x.T.contiguous().T, angles, [slots], batches), "do not take"),
+        ((x, None, [slots], batches), r"10 tokens are not rotated in 16 dimensions by None"),
+        ((x, (angles[0], angles[1][:, :9]), [slots], batches), r"by \[\[1, 10, 16\], \[1, 9, 16\]\]"),
+        ((x, angles, [slots[:9]], batches), "10 tokens have no place in 9 slots of torch.int64"),
+        ((x, angles, [slots.int()], batches), "10 tokens have no place in 10 slots of torch.int32"),
+        ((x[:9], (angles[0][:, :9], angles[1][:, :9]), [slots[:9]], batches), "a step of 10 tokens in blocks of 16"),
+        ((x, angles, [slots], [of_others]), "a step of 10 tokens in blocks of 32"),
+        ((x, angles, [slots], []), "shorter"),
+        ((x, angles, [], batches), "shorter"),
     ):
         with pytest.raises(ValueError, match=message):
             computing(*arguments)

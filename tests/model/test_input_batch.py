@@ -27,10 +27,12 @@ def scheduled(
     return ScheduledRequest(request, start, num_tokens, [block_ids], num_shared_blocks, encoded)
 
 
-def build(*batch: ScheduledRequest, joins_touching: bool = False) -> InputBatch:
+def build(
+    *batch: ScheduledRequest, windows: tuple[int | None, ...] = (None,), joins_touching: bool = False
+) -> InputBatch:
     return build_input_batch(
         batch,
-        lay_out(batch, 4, None),
+        lay_out(batch, windows, 4, None),
         block_size=4,
         dtype=torch.float32,
         staging=HostStaging(),
@@ -50,10 +52,10 @@ def test_a_chunk_a_decode_and_a_whole_prompt() -> None:
     )
     assert inputs.input_ids.tolist() == [[106, 107, 108, 109, 110, 54, 60, 61]]
     assert inputs.position_ids.tolist() == [[6, 7, 8, 9, 10, 4, 0, 1]]
-    assert inputs.metadata.slot_mapping.tolist() == [10, 11, 36, 37, 38, 32, 20, 21]
-    assert inputs.metadata.query_start_loc.tolist() == [0, 5, 6, 8]
-    assert inputs.metadata.seq_lens.tolist() == [11, 5, 2]
-    assert inputs.metadata.block_tables.tolist() == [[7, 2, 9], [3, 8, 0], [5, 0, 0]]
+    assert inputs.metadata[0].slot_mapping.tolist() == [10, 11, 36, 37, 38, 32, 20, 21]
+    assert inputs.metadata[0].query_start_loc.tolist() == [0, 5, 6, 8]
+    assert inputs.metadata[0].seq_lens.tolist() == [11, 5, 2]
+    assert inputs.metadata[0].block_tables.tolist() == [[7, 2, 9], [3, 8, 0], [5, 0, 0]]
 
 
 def test_only_whoever_reaches_its_end_samples() -> None:
@@ -70,16 +72,16 @@ def test_shared_blocks_are_never_written() -> None:
     whole = scheduled(list(range(8)), start=7, num_tokens=1, block_ids=[3, 5], num_shared_blocks=2)
     partly = scheduled(list(range(10)), start=8, num_tokens=2, block_ids=[3, 5, 6], num_shared_blocks=2)
     inputs = build(whole, partly)
-    assert inputs.metadata.slot_mapping.tolist() == [-1, 24, 25]
+    assert inputs.metadata[0].slot_mapping.tolist() == [-1, 24, 25]
 
 
 def test_blocks_beyond_this_step_are_not_looked_at() -> None:
     inputs = build(scheduled(list(range(40)), start=0, num_tokens=3, block_ids=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]))
-    assert inputs.metadata.block_tables.tolist() == [[1]]
+    assert inputs.metadata[0].block_tables.tolist() == [[1]]
 
 
 def visible_to(*batch: ScheduledRequest) -> list[int] | None:
-    seen = build(*batch, joins_touching=True).metadata.visible_to
+    seen = build(*batch, joins_touching=True).metadata[0].visible_to
     return None if seen is None else seen.tolist()
 
 
@@ -115,7 +117,7 @@ def test_where_no_token_sees_a_later_one_nothing_is_said() -> None:
     last_of_a_picture = scheduled([0] * 6, 5, 1, BLOCKS, features=[picture(2, (0, 4))])
     before_one = scheduled([0] * 12, 0, 6, BLOCKS, features=[picture(5, (0, 1), (3, 6))])
     assert visible_to(last_of_a_picture, before_one) is None
-    assert build(scheduled([0] * 6, 0, 6, BLOCKS, features=[picture(2, (0, 4))])).metadata.visible_to is None
+    assert build(scheduled([0] * 6, 0, 6, BLOCKS, features=[picture(2, (0, 4))])).metadata[0].visible_to is None
 
 
 def test_a_step_that_ends_inside_a_group_is_refused() -> None:

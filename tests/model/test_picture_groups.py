@@ -14,6 +14,7 @@ import transformers
 
 from engine_core.model.attention import PagedKV
 from engine_core.model.input_batch import build_input_batch, lay_out
+from engine_core.model.kv_groups import group_layers
 from engine_core.model.kv_pool import KVPool, PoolLayout
 from engine_core.model.loader import _model_class, load_config, load_model
 from engine_core.model.picture_groups import joins_touching
@@ -156,7 +157,8 @@ class Decoder:
 
     def __post_init__(self) -> None:
         shapes = probe_layers(self.model, self.config)
-        self.pool = PoolLayout(shapes, BLOCK_SIZE, torch.float32).allocate(NUM_BLOCKS, torch.device("cpu"))
+        groups = group_layers(shapes, 4096, one_group=True)
+        self.pool = PoolLayout(shapes, groups, BLOCK_SIZE, torch.float32).allocate(NUM_BLOCKS, torch.device("cpu"))
         for tensor in self.pool.tensors:
             tensor.fill_(float("nan"))
 
@@ -178,14 +180,14 @@ class Decoder:
         """Log-probabilities of each request's tokens in this step."""
         inputs = build_input_batch(
             batch,
-            lay_out(batch, BLOCK_SIZE, None),
+            lay_out(batch, [None], BLOCK_SIZE, None),
             block_size=BLOCK_SIZE,
             dtype=torch.float32,
             staging=HostStaging(),
             joins_touching=self.joins,
         )
         embeds = self.model.get_input_embeddings()(inputs.input_ids)
-        for item, row in zip(batch, inputs.metadata.query_start_loc.tolist()):
+        for item, row in zip(batch, inputs.metadata[0].query_start_loc.tolist()):
             for encoded in item.features:
                 for place in range(encoded.feature.num_tokens):
                     if item.start <= encoded.feature.start + place < item.start + item.num_tokens:
@@ -194,7 +196,7 @@ class Decoder:
             inputs_embeds=embeds,
             position_ids=inputs.position_ids,
             use_cache=False,
-            layer_kv=PagedKV(self.pool.caches, inputs.metadata),
+            layer_kv=PagedKV(self.pool, inputs.metadata),
         ).logits[0]
         return list(logits.log_softmax(dim=-1).split([item.num_tokens for item in batch]))
 

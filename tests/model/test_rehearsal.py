@@ -28,10 +28,11 @@ def test_it_fills_the_budget_at_the_end_of_the_longest_context(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, expected: list[int]
 ) -> None:
     config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-    step = heaviest_step(config, max_model_len)
+    step = heaviest_step(config, max_model_len, num_groups=2)
     assert [item.num_tokens for item in step] == expected
     assert all(item.start + item.num_tokens == max_model_len and item.samples for item in step)
-    assert {len(item.block_tables[0]) for item in step} == {-(-max_model_len // config.block_size)}
+    num_blocks = -(-max_model_len // config.block_size)
+    assert all([len(table) for table in item.block_tables] == [num_blocks] * 2 for item in step)
 
 
 def make_runner(architecture: str, directory: Path) -> tuple[ModelRunner, EngineConfig]:

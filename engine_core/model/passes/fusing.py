@@ -16,11 +16,11 @@ from torch import nn
 
 from engine_core.config import Quantization
 from engine_core.model.attention import AttentionOptions, LayerKV, PagedKV
+from engine_core.model.kv_pool import KVPool
 from engine_core.model.probe import Probe
 from kernels.attention import MAX_HEAD_DIM
 from kernels.decoder_layers import Angles, DecoderLayers, LayerParts, LayerScratch, Norm, is_available
 from kernels.dispatch import uses_triton
-from kernels.kv_cache import LayerCache
 from kernels.linear import Activation, PackedWeight, pack_quantized, pack_weight
 
 from .linear_layers import has_hooks, replace
@@ -97,7 +97,7 @@ class FusedLayers(_StandIn):
         self._layers = [layer.parts for layer in layers]
         self._indices = [layer.layer_idx for layer in layers]
         self._computing = DecoderLayers(self._layers, scratch)
-        self._caches: Mapping[int, LayerCache] | None = None
+        self._pool: KVPool | None = None
 
     def forward(
         self,
@@ -117,11 +117,14 @@ class FusedLayers(_StandIn):
         return x[None]
 
     def _compute(self, x: torch.Tensor, angles: Angles | None, kv: PagedKV) -> torch.Tensor:
-        if kv.caches is not self._caches:
-            self._computing.use([kv.caches[index] for index in self._indices])
-            self._caches = kv.caches
-        batches = [kv.metadata.cpu_batch(heads, window) for heads, window in self._computing.windows]
-        return self._computing(x, angles, kv.metadata.slots.tensor, batches)
+        pool = kv.pool
+        if pool is not self._pool:
+            self._computing.use(*zip(*((pool.caches[idx], pool.group_of[idx]) for idx in self._indices), strict=True))
+            self._pool = pool
+        kinds = [(kv.metadata[kind.group], kind) for kind in self._computing.kinds]
+        slots = [metadata.slots.tensor for metadata, _ in kinds]
+        batches = [metadata.cpu_batch(kind.heads, kind.sliding_window) for metadata, kind in kinds]
+        return self._computing(x, angles, slots, batches)
 
 
 def parts_of(module: nn.Module) -> dict[str, nn.Module]:
