@@ -82,7 +82,8 @@ class AttentionMetadata:
     Args:
         query_start_loc: `[num_requests + 1]`, where each request's tokens start in the batch.
         seq_lens: `[num_requests]`, tokens of each request up to and including this step's.
-        block_tables: `[num_requests, max_blocks]`, rows filled up with anything.
+        block_tables: `[num_requests, max_blocks]`, rows filled up with anything. So are the places of blocks that no
+            token of the step sees: what lies there may be anybody's, NaN, or being written.
         slot_mapping: `[num_tokens]`, where each token's K/V goes; −1 is nowhere.
         block_size: tokens per block.
         dtype: of the queries.

@@ -7,7 +7,9 @@ the fork, each with more. The better one is taken, by bytes that need not be rea
     gain = (Σ tiles of each alone · keys it sees of the prefix − tiles together · keys seen) · bytes of a key and value
            − tokens · bytes of the partial results they leave behind, written and read again
 
-A request with many queries of its own gains nothing: it reads a key once per tile anyway. (Chunk- and prefix-aware
+A request with many queries of its own gains nothing: it reads a key once per tile anyway. With a window, a table says
+nothing of blocks that its request sees no more (`AttentionMetadata.block_tables`): only those share whose windows begin
+in the same block, and what they share begins there. (Chunk- and prefix-aware
 kernels: Ye et al., "ChunkAttention", 2024; Juravsky et al., "Hydragen", 2024; FlashInfer's cascade inference.)
 """
 
@@ -24,9 +26,8 @@ _MAX_FORKS = 16
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The first `num_tokens` tokens, whole blocks, of `requests` (ascending places in the batch) lie in the same slots.
-
-    They come before all tokens of this step.
+    """The first `num_tokens` tokens, whole blocks, of `requests` (ascending places in the batch) lie in the same slots,
+    as far as any token of this step sees them. They come before all of these.
     """
 
     requests: np.ndarray
@@ -63,11 +64,15 @@ def shared_prefixes(
     """The prefixes that pay, no request in two of them; none where together they do not.
 
     The first four are those of `AttentionMetadata`; entries of a table that hold no whole block of tokens before this
-    step's are not looked at. `num_tiles` `[num_requests]`: how many tiles read a request's keys when it is alone.
-    The cost is that of comparing the entries that are shared, once.
+    step's, or none that is seen, are not looked at. `num_tiles` `[num_requests]`: how many tiles read a request's keys
+    when it is alone. The cost is that of comparing the entries that are shared, once.
     """
     search = _Search(block_tables, seq_lens - query_lens, query_lens, block_size, costs, num_tiles, sliding_window)
-    found = [search.best(members, 1, _MAX_FORKS) for members in search.parted(np.arange(len(seq_lens)), 0)]
+    found = [
+        search.best(members, column + 1, _MAX_FORKS)
+        for column, beginning in search.beginnings()
+        for members in search.parted(beginning, column)
+    ]
     if sum(gain for gain, _ in found) <= costs.overhead_bytes:
         return []
     return [prefix for _, prefixes in found for prefix in prefixes]
@@ -82,6 +87,16 @@ class _Search:
     costs: ReadingCosts
     num_tiles: np.ndarray
     sliding_window: int | None
+
+    def beginnings(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Columns in which requests begin to see something, and who does; nobody who is alone."""
+        if self.sliding_window is None:
+            yield 0, np.arange(len(self.num_cached))
+            return
+        first = np.maximum(0, self.num_cached + 1 - self.sliding_window) // self.block_size
+        columns, counts = np.unique(first, return_counts=True)
+        for column in columns[counts > 1].tolist():
+            yield column, np.flatnonzero(first == column)
 
     def parted(self, members: np.ndarray, column: int) -> Iterator[np.ndarray]:
         """Those of `members` that have a block in this column, by which one; nobody who is alone."""

@@ -86,7 +86,7 @@ class ModelRunner:
         self._model = load_model(path, model_config, self._dtype, self._device)
         self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))
         shapes = probe_layers(self._model, model_config)
-        groups = group_layers(shapes, max_model_len, one_group=True)
+        groups = group_layers(shapes, max_model_len, one_group=config.disable_hybrid_kv_cache_manager)
         self._pool_layout = PoolLayout(shapes, groups, config.block_size, self._dtype)
         self._pictures = Pictures.of(self._model, model_config) if takes_pictures(model_config) else None
         # Before the passes: afterwards a model has no forward of its own to compare with.

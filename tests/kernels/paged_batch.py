@@ -48,28 +48,36 @@ def make_batch(
     block_size: int = 16,
     shared: Sequence[tuple[Sequence[int], int]] = (),
     groups: Sequence[Sequence[tuple[int, int]]] | None = None,
+    kept_window: int | None = None,
     planned_seq_len: int | None = None,
 ) -> PagedBatch:
     """Requests `(query_len, seq_len)` in scattered blocks, all their keys and values in the cache, new ones each time.
 
     Keys and values are halves of one pool, and queries lie head by head: neither is contiguous. `shared`: requests
     whose tables begin with so many blocks of the first of them. `groups`: each request's positions that see each other.
+    `kept_window`: of what a request's first query does not see with this window, nothing is in the cache, and its table
+    says 0, a block that is nobody's.
     """
     query_lens, seq_lens = [length for length, _ in lengths], [length for _, length in lengths]
     needed = [math.ceil(seq_len / block_size) for seq_len in seq_lens]
     num_blocks = sum(needed) + 3
-    free = random.sample(range(num_blocks - 1), num_blocks - 1)  # the last one belongs to nobody
+    # The last one belongs to nobody.
+    free = [block for block in random.sample(range(num_blocks - 1), num_blocks - 1) if block or kept_window is None]
     block_tables = [[free.pop() for _ in range(count)] for count in needed]
     for requests, count in shared:
         for request in requests:
             block_tables[request][:count] = block_tables[requests[0]][:count]
+    if kept_window is not None:
+        for table, (query_len, seq_len) in zip(block_tables, lengths, strict=True):
+            num_unseen = max(0, seq_len - query_len + 1 - kept_window) // block_size
+            table[:num_unseen] = [0] * num_unseen
 
     widest = max(head_dim, value_dim or head_dim)
     pool = poisoned(num_blocks, block_size, num_kv_heads, 2, widest, dtype=dtype)
     key_cache, value_cache = pool[..., 0, :head_dim], pool[..., 1, : value_dim or head_dim]
     for table, seq_len in zip(block_tables, seq_lens, strict=True):
         for place, block in enumerate(table):
-            count = min(block_size, seq_len - place * block_size)
+            count = min(block_size, seq_len - place * block_size) if block or kept_window is None else 0
             for cache in (key_cache, value_cache):
                 cache[block, :count] = fresh(count, num_kv_heads, cache.shape[-1], dtype=dtype)
 

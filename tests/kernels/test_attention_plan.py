@@ -42,12 +42,24 @@ def plan(
     return plan_attention(
         np.concatenate([[0], np.cumsum(query_lens)]),
         seq_lens,
-        tables_for(seq_lens.tolist(), shared),
+        hidden(tables_for(seq_lens.tolist(), shared), lengths, sliding_window),
         BLOCK_SIZE,
         heads,
         limits,
         sliding_window=sliding_window,
     )
+
+
+def hidden(tables: np.ndarray, lengths: Sequence[tuple[int, int]], window: int | None) -> np.ndarray:
+    """These tables as a KV cache group with such a window has them: with 0 for blocks that nobody sees."""
+    tables = tables.copy()
+    for table, (query_len, seq_len) in zip(tables, lengths, strict=True):
+        table[: first_seen(seq_len - query_len, window) // BLOCK_SIZE] = 0
+    return tables
+
+
+def first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position + 1 - window)
 
 
 def tiles_of(planned: AttentionPlan) -> list[dict[str, int]]:
@@ -59,8 +71,9 @@ def tokens_of(tile: dict[str, int], planned: AttentionPlan) -> list[int]:
     return planned.listed_tokens[places].tolist() if tile["is_listed"] else list(places)
 
 
+@pytest.mark.parametrize("window", [None, 1, 40, 150])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_token_meets_every_key_once(seed: int) -> None:
+def test_every_token_meets_every_key_it_sees_once(seed: int, window: int | None) -> None:
     draw = random.Random(seed)
     lengths = []
     for _ in range(draw.randint(1, 12)):
@@ -71,13 +84,13 @@ def test_every_token_meets_every_key_once(seed: int) -> None:
     shared = [(chosen, min(cached[request] for request in chosen))]
     heads = LayerHeads(*draw.choice([(4, 4), (6, 2), (8, 1)]), 32, 32, torch.bfloat16)
     limits = PlanLimits(draw.choice([1, 20, 500]), draw.choice([1, 64, 1000]), prefix_overhead_bytes=0)
-    planned = plan(lengths, shared=shared, heads=heads, limits=limits)
+    planned = plan(lengths, shared=shared, heads=heads, limits=limits, sliding_window=window)
 
     covered: Counter[tuple[int, int]] = Counter()
     slots: dict[int, list[int]] = {}
     positions = [p for query_len, seq_len in lengths for p in range(seq_len - query_len, seq_len)]
     owners = [request for request, (query_len, _) in enumerate(lengths) for _ in range(query_len)]
-    tables = tables_for([seq_len for _, seq_len in lengths], shared)
+    tables = hidden(tables_for([seq_len for _, seq_len in lengths], shared), lengths, window)
     for tile in tiles_of(planned):
         for token in tokens_of(tile, planned):
             if tile["slot"] >= 0:
@@ -87,10 +100,15 @@ def test_every_token_meets_every_key_once(seed: int) -> None:
             end = min(tile["key_end"], positions[token] + 1)
             own, used = tables[owners[token]], tables[tile["table_row"]]
             # All parts of a tile are there (see `slots`), so the first may stand for them.
-            for key in range(tile["key_begin"], end) if tile["part"] == 0 else ():
+            begin = max(tile["key_begin"], first_seen(positions[token], window))
+            for key in range(begin, end) if tile["part"] == 0 else ():
                 assert own[key // BLOCK_SIZE] == used[key // BLOCK_SIZE]
                 covered[token, key] += 1
-    assert covered == Counter((token, key) for token, position in enumerate(positions) for key in range(position + 1))
+    assert covered == Counter(
+        (token, key)
+        for token, position in enumerate(positions)
+        for key in range(first_seen(position, window), position + 1)
+    )
 
     num_parts = {token: count for token, _, count in planned.merged.tolist()}
     assert {token: sorted(found) for token, found in slots.items()} == {t: [*range(n)] for t, n in num_parts.items()}
@@ -150,7 +168,7 @@ def found(
 ) -> list[tuple[list[int], int]]:
     query_lens, seq_lens = (np.array(column, dtype=np.int64) for column in zip(*lengths, strict=True))
     prefixes: list[SharedPrefix] = shared_prefixes(
-        *(tables_for(seq_lens.tolist(), shared), seq_lens, query_lens, BLOCK_SIZE),
+        *(hidden(tables_for(seq_lens.tolist(), shared), lengths, sliding_window), seq_lens, query_lens, BLOCK_SIZE),
         costs=costs,
         num_tiles=np.ones(len(lengths), dtype=np.int64) if num_tiles is None else np.array(num_tiles),
         sliding_window=sliding_window,
@@ -197,6 +215,14 @@ def test_a_window_that_does_not_reach_the_prefix_leaves_nothing_to_share() -> No
     lengths, shared = [(1, 800)] * 4, [(range(4), 10)]
     assert found(lengths, shared, sliding_window=640) == []
     assert found(lengths, shared, sliding_window=641) == [([0, 1, 2, 3], 10)]
+
+
+def test_blocks_that_nobody_sees_are_not_shared() -> None:
+    """Whatever their tables say of them, which is the same."""
+    assert found([(1, 800), (1, 800), (1, 900)], [], sliding_window=100) == []
+    # Nor does anyone share a window's beginning with a request that sees it no more.
+    lengths, shared = [(1, 800), (1, 810), (1, 830), (1, 803), (1, 830)], [(range(5), 49)]
+    assert found(lengths, shared, sliding_window=100) == [([0, 3], 49), ([2, 4], 49)]
 
 
 def test_random_tables_give_true_prefixes_of_different_requests() -> None:
