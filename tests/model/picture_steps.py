@@ -16,12 +16,12 @@ from ipc.messages import TokenLogprob
 from .picture_prompts import PicturePrompt
 
 BLOCK_SIZE = 16
-# Of each request by hand: the i-th request of a test has the i-th run of blocks.
+# Of each request by hand: the i-th request of a test has the i-th run of blocks of each KV cache group.
 BLOCKS_PER_REQUEST = 16
 
 
 def make_runner(directory: Path, **settings: object) -> ModelRunner:
-    defaults = {"model": str(directory), "dtype": "float32", "device": "cpu", "num_blocks": 64}
+    defaults = {"model": str(directory), "dtype": "float32", "device": "cpu", "num_blocks": 128}
     return ModelRunner(EngineConfig(**(defaults | {"block_size": BLOCK_SIZE} | settings)))
 
 
@@ -39,11 +39,13 @@ class HandMade:
         self.encoded = [
             EncodedFeature(feature, runner.encode(feature, prompt.inputs[feature.key])) for feature in prompt.features
         ]
-        self._block_ids = range(place * BLOCKS_PER_REQUEST, (place + 1) * BLOCKS_PER_REQUEST)
+        windows = runner.info.windows
+        starts = [(place * len(windows) + group) * BLOCKS_PER_REQUEST for group in range(len(windows))]
+        self._block_tables = [range(start, start + BLOCKS_PER_REQUEST) for start in starts]
 
     def tokens(self, start: int, end: int) -> ScheduledRequest:
         features = [one for one in self.encoded if one.feature.start < end and start < one.feature.end]
-        return ScheduledRequest(self.request, start, end - start, [self._block_ids], 0, features)
+        return ScheduledRequest(self.request, start, end - start, self._block_tables, 0, features)
 
 
 def prompt_logprobs(runner: ModelRunner, by_hand: HandMade, borders: Sequence[int]) -> list[float]:

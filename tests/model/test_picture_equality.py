@@ -114,7 +114,7 @@ def test_hits_end_inside_pictures(family: Family) -> None:
             for num_blocks in {feature.start // BLOCK_SIZE + 1, (feature.end - 1) // BLOCK_SIZE}:
                 forget_cached(engine, prompt, num_blocks)
                 (run,) = family.run(engine, kind, num_tokens=MIN_COMPARED_TOKENS)
-                assert run.num_cached_tokens == num_blocks * BLOCK_SIZE
+                assert run.num_cached_tokens // BLOCK_SIZE == num_blocks
 
 
 def test_another_picture_shares_nothing_behind_its_first_token(family: Family) -> None:
@@ -122,7 +122,7 @@ def test_another_picture_shares_nothing_behind_its_first_token(family: Family) -
     family.run(engine, "one")
     (changed,) = family.run(engine, "one spot changed")
     feature = family.prompts["one"].features[0]
-    assert changed.num_cached_tokens == feature.start // BLOCK_SIZE * BLOCK_SIZE
+    assert changed.num_cached_tokens == feature.start
     (again,) = family.run(engine, "another question")
     assert feature.end - BLOCK_SIZE < again.num_cached_tokens < len(family.prompts["another question"].token_ids)
 
