@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from engine_core import EngineConfig
-from engine_core.config import FreeOrder, FullPromptHit, HashAlgo, Quantization, SchedulingPolicy
+from engine_core.config import (
+    FreeOrder,
+    FullPromptHit,
+    HashAlgo,
+    PrefixMatchUnit,
+    Quantization,
+    SchedulingPolicy,
+    WindowRetention,
+)
 
 from .options import A_DAY_S, counts, option, size, takes_settings
 
@@ -177,6 +185,14 @@ def _engine_options(
     prefix_caching_hash_seed: Annotated[
         str | None, option(_CACHE, "Root of the hash chains in the _cbor and xxhash modes.")
     ] = None,
+    prefix_match_unit: Annotated[
+        PrefixMatchUnit,
+        option(_CACHE, "Whether a hit may end inside a block, whose beginning is copied, or ends with a whole one."),
+    ] = _ENGINE.prefix_match_unit,
+    window_retention: Annotated[
+        WindowRetention,
+        option(_CACHE, "What layers with a sliding window keep: all blocks, or those a repeated prompt needs."),
+    ] = _ENGINE.window_retention,
     full_prompt_hit: Annotated[
         FullPromptHit,
         option(_CACHE, "What to compute again when a whole prompt is cached."),
