@@ -58,10 +58,11 @@ def group_layers(
 
 
 def described(groups: Sequence[KVGroup]) -> str:
-    """For the log: of each group its number of layers and how far these see; and the share of the blocks' memory that
-    stays empty because groups are shorter than the longest, where there are such.
-    """
-    parts = [f"{len(group.layers)}x{'full' if group.window is None else group.window}" for group in groups]
+    """For the log: of each group its number of layers and how far these see."""
+    return ",".join(f"{len(group.layers)}x{'full' if group.window is None else group.window}" for group in groups)
+
+
+def wasted_share(groups: Sequence[KVGroup]) -> float:
+    """Of the blocks' memory, what stays empty because groups are shorter than the longest."""
     num_places = len(groups) * max(len(group.layers) for group in groups)
-    wasted = 1 - sum(len(group.layers) for group in groups) / num_places
-    return ",".join(parts) + (f" kv_groups_wasted={wasted:.1%}" if wasted else "")
+    return 1 - sum(len(group.layers) for group in groups) / num_places

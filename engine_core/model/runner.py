@@ -30,7 +30,7 @@ from .forward import step_logits
 from .head_replay import decoding_once
 from .host_memory import give_back_freed_memory
 from .input_batch import InputBatch, SampledTokens, StepLayout, build_input_batch, lay_out
-from .kv_groups import described, group_layers
+from .kv_groups import described, group_layers, wasted_share
 from .kv_pool import KVPool, PoolLayout
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, takes_pictures
 from .logit_rules import LogitRules
@@ -129,8 +129,8 @@ class ModelRunner:
             windows=self._pool_layout.windows,
         )
         logger.info(
-            "model_loaded name=%s dtype=%s quantization=%s device=%s threads=%d layers=%d kv_groups=%s blocks=%d"
-            " kv_pool_bytes=%d load_s=%.1f",
+            "model_loaded name=%s dtype=%s quantization=%s device=%s threads=%d layers=%d kv_groups=%s"
+            " kv_wasted=%.3f blocks=%d kv_pool_bytes=%d load_s=%.1f",
             self.info.name,
             dtype_name,
             config.quantization,
@@ -138,6 +138,7 @@ class ModelRunner:
             torch.get_num_threads(),
             len(shapes),
             described(groups),
+            wasted_share(groups),
             num_blocks,
             sum(tensor.nbytes for tensor in self.pool.tensors),
             time.monotonic() - started_s,

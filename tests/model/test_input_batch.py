@@ -124,3 +124,23 @@ def test_a_step_that_ends_inside_a_group_is_refused() -> None:
     half = scheduled([0] * 12, 0, 8, BLOCKS, features=[picture(3, (0, 3)), picture(6, (0, 4))])
     with pytest.raises(ValueError, match=r"request r: tokens \[0, 8\) end inside the group of pictures at \[3, 10\)"):
         visible_to(half)
+
+
+def test_each_group_has_its_own_tables_and_slots() -> None:
+    """Of blocks out of its window a table says 0, whatever the scheduler's says."""
+    chunk = scheduled(list(range(100, 130)), start=9, num_tokens=3, block_ids=[])
+    chunk.block_tables = [[7, 2, 9, 4], [3, 8, 5, 6], [0, 11, 10, 12]]
+    hit = scheduled([50, 51, 52, 53], start=3, num_tokens=1, block_ids=[], num_shared_blocks=1)
+    hit.block_tables = [[1], [13], [14]]
+    inputs = build(chunk, hit, windows=(None, 3, 6))
+    assert [each.block_tables.tolist() for each in inputs.metadata] == [
+        [[7, 2, 9], [1, 0, 0]],
+        [[0, 8, 5], [13, 0, 0]],
+        [[0, 11, 10], [14, 0, 0]],
+    ]
+    assert [each.slot_mapping.tolist() for each in inputs.metadata] == [
+        [37, 38, 39, -1],
+        [21, 22, 23, -1],
+        [41, 42, 43, -1],
+    ]
+    assert all(each.seq_lens.tolist() == [12, 4] for each in inputs.metadata)
