@@ -11,7 +11,7 @@ FullPromptHit = Literal["recompute_last_token", "drop_last_block"]
 FreeOrder = Literal["append_all", "unhashed_first"]
 PrefixMatchUnit = Literal["token", "block"]
 WindowRetention = Literal["all", "prompt_tail"]
-SchedulingPolicy = Literal["fcfs", "priority"]
+SchedulingPolicy = Literal["fcfs", "priority", "prefix"]
 Quantization = Literal["int8", "int4"]
 
 
@@ -36,7 +36,9 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         enable_chunked_prefill: if false, a prompt is computed in one step or not at all.
         long_prefill_token_threshold: most prefill tokens of one request in one step while others want to
             run; 0 is no limit beyond the budget.
-        scheduling_policy: `fcfs`, or `priority` (lower first, then by arrival).
+        scheduling_policy: `fcfs`, `priority` (lower first, then by arrival), or `prefix` (of the first in line the one
+            with the longest cached prefix; nobody is passed over for long, see `waiting_queue`).
+        share_in_flight: a request whose prefix is being computed by another waits for it instead of computing it, too.
         reserve_full_sequence: admit a request only if the pool has room for its whole present sequence, not
             just for its first chunk.
         async_scheduling: schedule and launch the next step while one runs, where nothing but its tokens can differ;
@@ -88,6 +90,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     scheduling_policy: SchedulingPolicy = "fcfs"
+    share_in_flight: bool = True
     reserve_full_sequence: bool = True
     watermark: float = 0.0
     async_scheduling: bool | None = None

@@ -106,6 +106,7 @@ class EngineCore:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             reserve_full_sequence=config.reserve_full_sequence,
             num_watermark_blocks=int(config.watermark * info.num_blocks),
+            share_in_flight=config.share_in_flight,
             features=self._features,
         )
         self._gate = AdmissionGate(
@@ -280,6 +281,7 @@ class EngineCore:
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            num_waiting_aside=scheduler.waiting.num_aside,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_cached_hashes=pool.tree.num_held,

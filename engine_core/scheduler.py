@@ -22,6 +22,7 @@ from .features import FeatureError, FeatureManager
 from .kv_cache import KVCacheManager, PrefixHit
 from .request import Request, RequestStatus, continuation_id
 from .runner import EncodedFeature, ScheduledRequest, StepResult
+from .sharing import MAX_WAITS_PER_STEP, SharingInFlight
 from .stats import SchedulerCounters
 from .step import Step
 from .waiting_queue import make_waiting_queue
@@ -60,6 +61,7 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         reserve_full_sequence: bool = True,
         num_watermark_blocks: int = 0,
+        share_in_flight: bool = True,
         features: FeatureManager | None = None,
     ) -> None:
         self.kv = kv
@@ -73,12 +75,14 @@ class Scheduler:
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.reserve_full_sequence = reserve_full_sequence
         self.num_watermark_blocks = num_watermark_blocks
+        self.share_in_flight = share_in_flight and kv.enable_caching
         self._optional_features = features
         self.requests: dict[str, Request] = {}
         # Of requests with several continuations: caller's id → those unfinished, in order.
         self._families: dict[str, list[Request]] = {}
         self.running: list[Request] = []
-        self.waiting = make_waiting_queue(policy)
+        self.waiting = make_waiting_queue(policy, self._num_cached_blocks)
+        self._sharing = SharingInFlight(kv)
         self.counters = SchedulerCounters()
         # Not ended at once: in the middle of a step others may share blocks that it registered.
         self._failing: list[FeatureError] = []
@@ -90,7 +94,7 @@ class Scheduler:
 
     def has_work_now(self) -> bool:
         """Whether a step now would do something. If requests are unfinished without, they all wait for inputs."""
-        if self.running or self._failing or self.waiting.peek() is not None:
+        if self.running or self._failing or self._sharing or self.waiting.peek() is not None:
             return True
         return self._optional_features is not None and self._optional_features.has_work_now()
 
@@ -155,7 +159,7 @@ class Scheduler:
 
     def has_more_to_do(self) -> bool:
         """Whether `schedule` would do more than go on with those that run, or might."""
-        if self._failing or (self.num_open_seats > 0 and self.waiting.peek() is not None):
+        if self._failing or self._sharing or (self.num_open_seats > 0 and self.waiting.peek() is not None):
             return True
         return self._optional_features is not None and self._optional_features.has_work_now()
 
@@ -171,7 +175,9 @@ class Scheduler:
         step = Step()
         if self._optional_features is not None:
             self._begin_features(step)
+        self._end_waits()
         budget = self._schedule_running(step)
+        self._end_waits()
         # Admitting beside a preemption would hand the victim's blocks to a newcomer, and could let it share
         # blocks of a request withdrawn from this very step.
         if not step.preempted:
@@ -188,6 +194,11 @@ class Scheduler:
         self._failing.clear()
         for request in self.features.ask_for_more():
             self.waiting.bring_back(request)
+
+    def _end_waits(self) -> None:
+        if self._sharing:
+            for request in self._sharing.take_ready():
+                self.waiting.bring_back(request)
 
     def _schedule_running(self, step: Step) -> int:
         budget = self.max_num_batched_tokens
@@ -239,11 +250,18 @@ class Scheduler:
         return self.num_watermark_blocks if self.running else 0
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
-        while budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting.peek()
-            if request is None or self._first_still_lacks_room():
+        num_waits = 0
+        while budget > 0 and len(self.running) < self.max_num_seqs and num_waits < MAX_WAITS_PER_STEP:
+            request = None if self._first_still_lacks_room() else self.waiting.choose()
+            if request is None:
                 return
-            num_tokens = self._admit(step, request, self._find_hit(request), budget)
+            hit = self._find_hit(request)
+            if self.share_in_flight and self._sharing.begin_wait(request, hit, self.running):
+                self.counters.prefix_waits += 1
+                self.waiting.set_aside(request)
+                num_waits += 1
+                continue
+            num_tokens = self._admit(step, request, hit, budget)
             if num_tokens is None:
                 return
             budget -= num_tokens
@@ -320,11 +338,19 @@ class Scheduler:
                 return forked
         return self.kv.get_computed_blocks(request)
 
+    def _num_cached_blocks(self, request: Request) -> int:
+        """At a glance, which what is evicted of a chain may deceive."""
+        return self.kv.pool.tree.num_known(request.block_hashes) if request.read_prefix_cache else 0
+
     def _chunk(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         num_tokens = request.num_tokens - num_computed_tokens
-        if 0 < self.long_prefill_token_threshold < num_tokens and len(self.requests) > 1:
+        if 0 < self.long_prefill_token_threshold < num_tokens and self._want_others_to_run():
             num_tokens = self.long_prefill_token_threshold
         return min(num_tokens, budget)
+
+    def _want_others_to_run(self) -> bool:
+        """Beside one request. Those that wait for a prefix want it computed soon, whole."""
+        return len(self.requests) - len(self._sharing) > 1
 
     def _entry(self, request: Request, num_tokens: int, features: Sequence[EncodedFeature]) -> ScheduledRequest:
         table = self.kv.tables[request.request_id]
@@ -451,6 +477,7 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         self.kv.free(request)
+        self._sharing.forget(request)
         if request.features:
             self.features.forget(request)
         request.status = RequestStatus.FINISHED

@@ -22,6 +22,7 @@ class SchedulerCounters:
     prefix_cache_hits: int = 0
     resumed_queries: int = 0
     resumed_hits: int = 0
+    prefix_waits: int = 0
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
 
     def count_step(self, num_tokens: int) -> None:

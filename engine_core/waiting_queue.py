@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Protocol
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 from .config import SchedulingPolicy
 from .request import Request, RequestStatus
+
+_Place: TypeAlias = tuple[Any, ...]
+
+# Of `PrefixQueue`: how many of the first in line it chooses from, and how often it passes over the very first.
+PREFIX_CANDIDATES = 64
+PREFIX_MAX_PASSES = 16
 
 
 def num_sequences(request: Request) -> int:
@@ -23,48 +27,44 @@ def num_waiting_tokens(request: Request) -> int:
     return 0 if request.index > 0 and request.status is RequestStatus.WAITING else request.num_tokens
 
 
-class WaitingQueue(Protocol):
-    """`add` a new request; `put_back` a preempted one, which goes before everyone its policy does not put first.
+class WaitingQueue:
+    """A line with a place for each request, which it keeps until it leaves the queue.
 
-    A request `set_aside` still waits, but is not in line until it is brought back, like a preempted one. `peek` and
-    `pop` are about the first in line, `peek` None without one. `num_sequences` and `num_tokens` are what waits now (see
-    the functions), `num_left_*` what has ever left.
+    `add` a new request; `put_back` a preempted one, or a continuation of one that runs, which goes before everyone that
+    `order` does not put first. A request `set_aside` still waits, but is not in line until it is brought back to its
+    place. O(log n) comparisons per operation.
+
+    Args:
+        order: lowest first; equals by arrival.
+
+    Attributes:
+        num_sequences, num_tokens: what waits now, as the functions of these names count; `num_left_*`: what has ever
+            left.
     """
 
-    num_sequences: int
-    num_tokens: int
-    num_left_sequences: int
-    num_left_tokens: int
-
-    def add(self, request: Request) -> None: ...
-    def put_back(self, request: Request) -> None: ...
-    def peek(self) -> Request | None: ...
-    def pop(self) -> Request: ...
-    def remove(self, request: Request) -> None: ...
-    def set_aside(self, request: Request) -> None: ...
-    def bring_back(self, request: Request) -> None: ...
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Request]: ...
-
-
-class _Waiting(ABC):
-    """What queues of any order have in common: they count who enters and leaves, and know who is aside.
-
-    The order itself is in `_push`, `_push_front`, `peek`, `_take`, `_num_in_line` and `_in_line`.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, order: Callable[[Request], _Place] = lambda request: ()) -> None:
         self.num_sequences = self.num_tokens = 0
         self.num_left_sequences = self.num_left_tokens = 0
+        self._order = order
+        self._line: list[tuple[_Place, Request]] = []
         self._aside: dict[str, Request] = {}
+        self._places: dict[str, _Place] = {}
+        self._arrivals = itertools.count()
+        self._returns = itertools.count(-1, -1)
 
     def add(self, request: Request) -> None:
-        self._enters(request)
-        self._push(request)
+        self._enter(request, next(self._arrivals))
 
     def put_back(self, request: Request) -> None:
-        self._enters(request)
-        self._push_front(request)
+        self._enter(request, next(self._returns))
+
+    def peek(self) -> Request | None:
+        """The one that was chosen last, if it is still next, else the first in line; None if nobody is in line."""
+        return self._line[0][1] if self._line else None
+
+    def choose(self) -> Request | None:
+        """Decide who is next, which `peek` and `pop` are about from then on."""
+        return self.peek()
 
     def pop(self) -> Request:
         request = self.peek()
@@ -75,7 +75,12 @@ class _Waiting(ABC):
     def remove(self, request: Request) -> None:
         if self._aside.pop(request.request_id, None) is None:
             self._take(request)
-        self._leaves(request)
+        del self._places[request.request_id]
+        sequences, tokens = num_sequences(request), num_waiting_tokens(request)
+        self.num_sequences -= sequences
+        self.num_tokens -= tokens
+        self.num_left_sequences += sequences
+        self.num_left_tokens += tokens
 
     def set_aside(self, request: Request) -> None:
         self._take(request)
@@ -83,112 +88,101 @@ class _Waiting(ABC):
 
     def bring_back(self, request: Request) -> None:
         del self._aside[request.request_id]
-        self._push_front(request)
+        insort(self._line, (self._places[request.request_id], request))
+
+    @property
+    def num_aside(self) -> int:
+        return len(self._aside)
 
     def __len__(self) -> int:
-        return self._num_in_line() + len(self._aside)
+        return len(self._places)
 
     def __iter__(self) -> Iterator[Request]:
         """In order of admission, as far as it is known."""
         yield from self._aside.values()
-        yield from self._in_line()
+        yield from (request for _, request in self._line)
 
-    @abstractmethod
-    def _push(self, request: Request) -> None: ...
-
-    @abstractmethod
-    def _push_front(self, request: Request) -> None: ...
-
-    @abstractmethod
-    def peek(self) -> Request | None: ...
-
-    @abstractmethod
-    def _take(self, request: Request) -> None: ...
-
-    @abstractmethod
-    def _num_in_line(self) -> int: ...
-
-    @abstractmethod
-    def _in_line(self) -> Iterator[Request]: ...
-
-    def _enters(self, request: Request) -> None:
+    def _enter(self, request: Request, serial: int) -> None:
+        place = self._places[request.request_id] = (*self._order(request), serial)
+        insort(self._line, (place, request))
         self.num_sequences += num_sequences(request)
         self.num_tokens += num_waiting_tokens(request)
 
-    def _leaves(self, request: Request) -> None:
-        sequences, tokens = num_sequences(request), num_waiting_tokens(request)
-        self.num_sequences -= sequences
-        self.num_tokens -= tokens
-        self.num_left_sequences += sequences
-        self.num_left_tokens += tokens
-
-
-class FCFSQueue(_Waiting):
-    """First come, first served. O(1) per operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._requests: OrderedDict[str, Request] = OrderedDict()
-
-    def _push(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-
-    def _push_front(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
-
-    def peek(self) -> Request | None:
-        return next(iter(self._requests.values()), None)
-
     def _take(self, request: Request) -> None:
-        del self._requests[request.request_id]
-
-    def _num_in_line(self) -> int:
-        return len(self._requests)
-
-    def _in_line(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        del self._line[bisect_left(self._line, (self._places[request.request_id],))]
 
 
-class PriorityQueue(_Waiting):
-    """Lowest priority value first, then by arrival, then as added. O(log n) per operation, amortized.
+class PrefixQueue(WaitingQueue):
+    """Of the first in line, the one with the longest cached prefix goes next; equals by arrival.
 
-    Removed requests stay in the heap, marked, until they surface or outnumber the live ones.
+    Those put back go before all, as they came. Of the others, the first in line is passed over at most `max_passes`
+    times, also if it is set aside in between. So a request with k others before it is admitted at the latest by the
+    (k + 1)·(max_passes + 1)-th admission, where those put back, and what is admitted while it or one before it is
+    aside, are not counted.
+
+    Args:
+        num_cached_blocks: of a request; called for `num_candidates` of them per choice.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        num_cached_blocks: Callable[[Request], int],
+        *,
+        num_candidates: int = PREFIX_CANDIDATES,
+        max_passes: int = PREFIX_MAX_PASSES,
+    ) -> None:
         super().__init__()
-        self._heap: list[tuple[int, float, int, Request]] = []
-        self._serial = itertools.count()
-        self._live: dict[str, int] = {}  # the serial of the heap's entry
-
-    def _push(self, request: Request) -> None:
-        serial = self._live[request.request_id] = next(self._serial)
-        heapq.heappush(self._heap, (request.priority, request.arrival_time_s, serial, request))
-
-    _push_front = _push
+        self._num_cached_blocks = num_cached_blocks
+        self._num_candidates = num_candidates
+        self._max_passes = max_passes
+        self._chosen: Request | None = None
+        self._num_passes: dict[str, int] = {}  # of those that were first in line
 
     def peek(self) -> Request | None:
-        while self._heap and not self._is_live(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][-1] if self._heap else None
+        return super().peek() if self._chosen is None else self._chosen
+
+    def choose(self) -> Request | None:
+        self._chosen = None
+        first = self.peek()
+        if first is not None:
+            self._chosen = first if self._goes_first(first) else self._with_longest_prefix()
+        return self._chosen
+
+    def put_back(self, request: Request) -> None:
+        self._chosen = None
+        super().put_back(request)
+
+    def pop(self) -> Request:
+        first = self._line[0][1]
+        request = super().pop()
+        if request is not first:
+            self._num_passes[first.request_id] = self._num_passes.get(first.request_id, 0) + 1
+        return request
+
+    def remove(self, request: Request) -> None:
+        super().remove(request)
+        self._num_passes.pop(request.request_id, None)
+
+    def _goes_first(self, first: Request) -> bool:
+        was_put_back = self._places[first.request_id][-1] < 0
+        return was_put_back or self._num_passes.get(first.request_id, 0) >= self._max_passes
+
+    def _with_longest_prefix(self) -> Request:
+        candidates = (request for _, request in self._line[: self._num_candidates])
+        return max(candidates, key=self._num_cached_blocks)
 
     def _take(self, request: Request) -> None:
-        del self._live[request.request_id]
-        if len(self._heap) > 2 * len(self._live) + 16:
-            self._heap = [entry for entry in self._heap if self._is_live(entry)]
-            heapq.heapify(self._heap)
-
-    def _is_live(self, entry: tuple[int, float, int, Request]) -> bool:
-        return self._live.get(entry[-1].request_id) == entry[2]
-
-    def _num_in_line(self) -> int:
-        return len(self._live)
-
-    def _in_line(self) -> Iterator[Request]:
-        """O(n log n)."""
-        return (entry[-1] for entry in sorted(entry for entry in self._heap if self._is_live(entry)))
+        if request is self._chosen:
+            self._chosen = None
+        super()._take(request)
 
 
-def make_waiting_queue(policy: SchedulingPolicy) -> WaitingQueue:
-    return PriorityQueue() if policy == "priority" else FCFSQueue()
+def make_waiting_queue(policy: SchedulingPolicy, num_cached_blocks: Callable[[Request], int]) -> WaitingQueue:
+    """`num_cached_blocks` of a request is what the policy `prefix` goes by."""
+    match policy:
+        case "fcfs":
+            return WaitingQueue()
+        case "priority":
+            return WaitingQueue(lambda request: (request.priority, request.arrival_time_s))
+        case "prefix":
+            return PrefixQueue(num_cached_blocks)

@@ -28,7 +28,9 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     `resumed_*` count the same for re-admissions after a preemption. `computed_tokens` includes what preempted
     requests compute again. `step_tokens[i]` is the number of steps that computed at most `STEP_TOKENS_BOUNDS[i]` tokens
     and more than the bound before; `computed_tokens` is the sum of their tokens. `block_residency` is empty unless the
-    engine watches its blocks; then it has `lifetime`, `idle_before_evict` and `reuse_gap`.
+    engine watches its blocks; then it has `lifetime`, `idle_before_evict` and `reuse_gap`. `num_waiting_aside` of
+    `num_waiting` wait for a picture's inputs or for a prefix that another one computes; `prefix_waits` is how often a
+    request began to wait for the latter.
 
     Of pictures (all 0 where the model takes none): `encoder_cache_queries` and `encoder_cache_hits` are in pictures
     that the prefix cache did not cover, once per request; `encoder_cache_used_bytes` of `encoder_cache_bytes` are
@@ -62,6 +64,8 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     feature_inputs_received: int = 0
     feature_input_bytes_received: int = 0
     feature_input_bytes: int = 0
+    prefix_waits: int = 0
+    num_waiting_aside: int = 0
 
 
 class PrefixCacheReset(Struct, array_like=True, frozen=True):

@@ -111,6 +111,11 @@ class PrefixTree:
             path.append(node)
         return path
 
+    def num_known(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first blocks have a node, by bisection: one with a child lives. Only hashes are compared."""
+        nodes = self._nodes
+        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in nodes)
+
     def holds(self, block_hash: bytes) -> bool:
         """Whether some block has this hash."""
         node = self._nodes.get(block_hash)

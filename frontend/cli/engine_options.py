@@ -116,8 +116,15 @@ def _engine_options(
     ] = _ENGINE.long_prefill_token_threshold,
     scheduling_policy: Annotated[
         SchedulingPolicy,
-        option(_SCHEDULER, "fcfs: first come, first served. priority: lower `priority` first."),
+        option(
+            _SCHEDULER,
+            "fcfs: first come, first served. priority: lower `priority` first. prefix: of the first in line the one with"
+            " the longest cached prefix; the first is passed over 16 times at most.",
+        ),
     ] = _ENGINE.scheduling_policy,
+    share_in_flight: Annotated[
+        bool, option(_SCHEDULER, "Wait for a prefix that another request is computing, instead of computing it, too.")
+    ] = _ENGINE.share_in_flight,
     reserve_full_sequence: Annotated[
         bool, option(_SCHEDULER, "Admit a request only if the pool has room for its whole present sequence.")
     ] = _ENGINE.reserve_full_sequence,

@@ -36,6 +36,7 @@ _COUNTERS = {
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "prefix_cache_resumed_queries": ("resumed_queries", "Tokens looked up when preempted requests were resumed."),
     "prefix_cache_resumed_hits": ("resumed_hits", "Tokens found when preempted requests were resumed."),
+    "prefix_cache_waits": ("prefix_waits", "How often a request waited for a prefix that another one computed."),
     "num_preemptions": ("preemptions", "Preemptions."),
     "engine_steps": ("steps", "Steps that the engine computed."),
     "engine_failed_steps": ("failed_steps", "Steps that failed."),
@@ -162,9 +163,9 @@ class EngineCollector(Collector):
             running.add_metric(labels, stats.num_running if stats else 0)
             num_waiting = stats.num_waiting if stats else 0
             waiting.add_metric(labels, num_waiting)
-            # Nothing waits for anything but room.
-            by_reason.add_metric((*labels, "capacity"), num_waiting)
-            by_reason.add_metric((*labels, "deferred"), 0)
+            num_aside = stats.num_waiting_aside if stats else 0
+            by_reason.add_metric((*labels, "capacity"), num_waiting - num_aside)
+            by_reason.add_metric((*labels, "deferred"), num_aside)
             usage.add_metric(labels, stats.kv_cache_usage if stats else 0)
             encoder.add_metric(labels, _encoder_cache_usage(stats) if stats else 0)
         yield from (up, running, waiting, by_reason, usage, encoder)

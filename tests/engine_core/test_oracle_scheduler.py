@@ -38,6 +38,7 @@ class Replay:
             long_prefill_token_threshold=header["long_prefill_token_threshold"],
             reserve_full_sequence=header["scheduler_reserve_full_isl"],
             num_watermark_blocks=int(header["watermark"] * (header["num_usable_blocks"] + 1)),
+            share_in_flight=False,
         )
 
     def add(self, op: dict, result: dict) -> None:

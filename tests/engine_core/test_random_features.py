@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from engine_core import EngineOverloadedError, EngineRequest, InvalidRequestError, RequestError, SamplingParams
+from engine_core.config import SchedulingPolicy
 from engine_core.runner import MultimodalInfo
 from ipc.messages import ExtraKeySpan, MultimodalFeature, WantedFeature
 from tests.engine_core.test_random_operations import VOCAB, Workload, run_for
@@ -175,12 +176,12 @@ class PicturesWorkload(Workload):
         assert set(self.runner.encoded) <= {content_of(feature) for feature in self.features.values()}
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_random_operations_on_pictures_leave_an_idle_engine_and_right_outputs(policy: str):
     assert run_for(3.0, policy, seed=1, make=PicturesWorkload) > 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_sixty_seconds_of_random_operations_on_pictures(policy: str):
     assert run_for(60.0, policy, seed=time.time_ns(), make=PicturesWorkload) > 100

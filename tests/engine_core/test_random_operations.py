@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from engine_core import EngineConfig, EngineCore, EngineOverloadedError, EngineRequest, SamplingParams
+from engine_core.config import SchedulingPolicy
 from engine_core.request import Request
 from engine_core.runner import MultimodalInfo
 from engine_core.scheduler import Scheduler
@@ -56,13 +57,15 @@ class Workload:
         block_size = rng.choice([1, 2, 4, 16])
         num_blocks = rng.randint(4, 40)
         max_num_seqs = rng.randint(1, 8)
+        chunked = rng.random() < 0.8
         config = EngineConfig(
             block_size=block_size,
             max_model_len=rng.choice([None, 24, 60]),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.randint(1, 40),
             scheduling_policy=policy,
-            enable_chunked_prefill=rng.random() < 0.8,
+            enable_chunked_prefill=chunked,
+            long_prefill_token_threshold=rng.choice([0, 3]) if chunked else 0,
             reserve_full_sequence=rng.random() < 0.5,
             watermark=rng.choice([0.0, 0.0, 0.2]),
             free_order=rng.choice(["append_all", "unhashed_first"]),
@@ -171,7 +174,7 @@ class Workload:
 
 def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workload] = Workload) -> int:
     deadline = time.monotonic() + duration_s
-    rounds = num_short_cuts = num_ahead = 0
+    rounds = num_short_cuts = num_ahead = num_waits = 0
     while time.monotonic() < deadline:
         workload = make(random.Random(f"{policy}{seed}{rounds}"), policy)
         try:
@@ -182,17 +185,19 @@ def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workl
         rounds += 1
         num_short_cuts += len(workload.short_cuts)
         num_ahead += workload.runner.num_ahead
+        num_waits += workload.engine.stats().prefix_waits
     assert num_short_cuts, "nobody ever waited for room"
     assert num_ahead, "no step was scheduled ahead"
+    assert num_waits, "nobody ever waited for a prefix"
     return rounds
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_random_operations_leave_an_idle_engine_and_right_outputs(policy: str):
     assert run_for(2.0, policy, seed=1) > 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_sixty_seconds_of_random_operations(policy: str):
     assert run_for(60.0, policy, seed=time.time_ns()) > 100

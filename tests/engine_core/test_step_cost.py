@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from engine_core.config import SchedulingPolicy
 from engine_core.kv_cache import BlockHasher, KVCacheManager
 from engine_core.request import Request
 from engine_core.runner import StepResult
 from engine_core.scheduler import Scheduler
+from engine_core.sharing import MAX_WAITS_PER_STEP
 from tests.engine_core.cached import cache_apart, cache_chain
 from tests.engine_core.make import make_request
 
@@ -84,7 +86,7 @@ def steps_cost(scheduler: Scheduler) -> int:
     return cost
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_requests_that_wait_for_a_seat_cost_a_step_nothing(policy: str):
     alone, crowded = decoding(policy), decoding(policy)
     for index in range(10_000):
@@ -96,7 +98,7 @@ def test_cached_blocks_cost_a_step_nothing():
     assert steps_cost(decoding("fcfs", num_cached=100_000)) < 1.05 * steps_cost(decoding("fcfs"))
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_a_long_cached_prompt_that_waits_for_room_is_not_looked_up_in_every_step(policy: str):
     num_cached = 500
     alone = decoding(policy, num_seats=NUM_RUNNING + 1, num_blocks=100 + num_cached)
@@ -111,6 +113,36 @@ def test_a_long_cached_prompt_that_waits_for_room_is_not_looked_up_in_every_step
     assert beside.kv.get_computed_blocks(waiting).num_whole_blocks == num_cached
     cost_of_waiting = steps_cost(beside) - steps_cost(alone)
     assert 0 < cost_of_waiting < B * num_cached / 2, "less than one bytecode a step for every two cached blocks"
+
+
+def prefilling(num_waiting: int) -> Scheduler:
+    """A scheduler with `NUM_RUNNING` requests in decoding and one with a long prompt, for whose prefix others wait."""
+    scheduler = decoding("fcfs", num_seats=NUM_RUNNING + 2, num_blocks=200)
+    scheduler.long_prefill_token_threshold = B
+    prompt = list(range(100 * B))
+    for index in range(1 + num_waiting):
+        scheduler.add(hashed_request(f"p{index}", prompt))
+    for _ in range(-(-num_waiting // MAX_WAITS_PER_STEP)):
+        step(scheduler)
+    assert scheduler.waiting.num_aside == num_waiting
+    return scheduler
+
+
+def test_requests_that_wait_for_a_prefix_cost_a_step_next_to_nothing():
+    few, many = (prefilling(num_waiting) for num_waiting in (1, 500))
+    costs = [count_bytecodes(lambda: [step(scheduler) for _ in range(B)]) for scheduler in (few, many)]
+    assert many.waiting.num_aside == 500
+    assert costs[1] < 1.05 * costs[0]
+
+
+def test_a_step_looks_at_so_many_of_those_who_begin_to_wait():
+    few, many = decoding("fcfs", num_seats=10), decoding("fcfs", num_seats=10)
+    for scheduler, num_waiting in ((few, MAX_WAITS_PER_STEP), (many, 10 * MAX_WAITS_PER_STEP)):
+        scheduler.long_prefill_token_threshold = B
+        for index in range(1 + num_waiting):
+            scheduler.add(hashed_request(f"p{index}", list(range(5 * B))))
+    assert count_bytecodes(lambda: step(many)) < 1.1 * count_bytecodes(lambda: step(few))
+    assert many.waiting.num_aside == MAX_WAITS_PER_STEP
 
 
 def test_who_waits_for_room_is_admitted_as_soon_as_there_is_enough():
