@@ -81,6 +81,15 @@ class TestQueue:
         queue.bring_back(self.requests["first"])
         assert self.names(queue)[:3] == ["hit 4", "first", "hit 5"]
 
+    def test_passes_are_not_counted_for_who_comes_with_the_same_id_again(self):
+        queue = self.make({"first": 0, "second": 4, "third": 4}, max_passes=1)
+        queue.choose()
+        assert queue.pop().request_id == "second"
+        for name in ("first", "third"):
+            queue.remove(self.requests[name])
+            queue.add(self.requests[name])
+        assert self.names(queue) == ["third", "first"]
+
     def test_an_empty_line_has_no_next(self):
         queue = self.make({"a": 1})
         queue.set_aside(self.requests["a"])

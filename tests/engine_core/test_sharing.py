@@ -42,10 +42,13 @@ def add_named(engine: EngineCore, *names: str, prompt: Sequence[int] = PROMPT, *
 def finish(engine: EngineCore) -> dict[str, list[RequestOutput]]:
     """Step until nothing is left. Outputs by request, in the order of their first."""
     outputs: dict[str, list[RequestOutput]] = {}
+    num_steps = 0
     while engine.has_unfinished_requests():
         assert engine.has_work_now()
         for output in engine.step().outputs:
             outputs.setdefault(output.request_id, []).append(output)
+        num_steps += 1
+        assert num_steps < 2000, "somebody waits for ever"
     assert_idle(engine)
     return outputs
 
@@ -299,29 +302,27 @@ class TestWithoutTheProducer:
         assert engine.stats().computed_tokens == 100 + len(PROMPT) + 1 + 1 + 20
 
     def test_nobody_waits_for_one_after_another_for_ever(self):
-        engine = make_engine()
-        add_named(engine, "stranger", prompt=range(500, 600), max_tokens=200)
-        # It computes all by itself, so it is never one that waits; its client gives up soon, and comes again.
-        alone = {"read_prefix_cache": False}
-        add_named(engine, "producer 0", **alone)
-        engine.step()
-        add_named(engine, "waits", max_tokens=2)
-        for number in range(20):
-            engine.step()
-            if "waits" in running(engine):
-                break
-            engine.abort_requests([f"producer {number}"])
+        """More urgent ones come, get as far as the one before them, and are given up; the cache is reset each time."""
+        engine = make_engine(scheduling_policy="priority")
+        add_named(engine, "stranger", prompt=range(500, 600))
+        add_named(engine, "waits", priority=1)
+        num_producers = 0
+        while "waits" not in running(engine):
+            engine.abort_requests([f"producer {num_producers}"])
             engine.reset_prefix_cache(reset_running_requests=True)
-            add_named(engine, f"producer {number + 1}", **alone, priority=-1)
-        assert "waits" in running(engine)
+            num_producers += 1
+            add_named(engine, f"producer {num_producers}", priority=-1)
+            engine.step()
+            assert num_producers < 20
+        assert num_producers == engine.stats().prefix_waits + 1 > 2
         finish(engine)
 
 
 class TestWhoNeverWaits:
     """There is nothing to wait for, or the one that computes it is not the quickest to have it."""
 
-    def num_waits(self, *requests: EngineRequest) -> int:
-        engine = make_engine()
+    def num_waits(self, *requests: EngineRequest, **settings: str) -> int:
+        engine = make_engine(**settings)
         add_named(engine, "stranger", prompt=range(700, 900))
         for request in requests:
             engine.add_request(request)
@@ -339,15 +340,33 @@ class TestWhoNeverWaits:
         assert self.num_waits(*requests) == 0
 
     def test_for_what_is_not_to_be_read_from_the_cache(self):
-        requests = [make_request(PROMPT), make_request(PROMPT, read_prefix_cache=False)]
-        assert self.num_waits(*requests) == 0
-        requests = [make_request(PROMPT), make_request(PROMPT, sampling={"prompt_logprobs": 0})]
-        assert self.num_waits(*requests) == 0
+        for fields in ({"read_prefix_cache": False}, {"sampling": {"prompt_logprobs": 0}}):
+            engine = make_engine(threshold=B - 1)
+            add(engine, [PROMPT])
+            add(engine, [PROMPT] * 2, **fields)
+            finish(engine)
+            assert engine.stats().prefix_waits == 0
 
     def test_for_less_than_a_block(self):
         common = range(B, 2 * B - 1)
         requests = [make_request([*range(B), *common, 500, *PROMPT]), make_request([*range(B), *common, 600, *PROMPT])]
         assert self.num_waits(*requests) == 0
+
+    def test_for_a_last_block_that_it_would_drop(self):
+        prompt = range(3 * B)
+        assert self.num_waits(make_request(prompt), make_request(prompt)) == 1
+        assert self.num_waits(make_request(prompt), make_request(prompt), full_prompt_hit="drop_last_block") == 0
+
+    def test_for_what_it_has(self):
+        prompt = range(2 * B)
+        engine = make_engine()
+        add(engine, [prompt])
+        finish(engine)
+        add_named(engine, "stranger", prompt=range(700, 900))
+        add_named(engine, "anew", read_prefix_cache=False, prompt=prompt)
+        add_named(engine, "has all", prompt=prompt)
+        assert [output.request_id for output in engine.step().outputs] == ["has all"]
+        finish(engine)
 
     def test_for_who_is_behind(self):
         """Half of the prompt is cached, and somebody computes it anew from its beginning."""
