@@ -175,7 +175,8 @@ class Workload:
 def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workload] = Workload) -> int:
     deadline = time.monotonic() + duration_s
     rounds = num_short_cuts = num_ahead = num_waits = 0
-    while time.monotonic() < deadline:
+    # So many at least that each of what is asked for below is among them, however busy the machine is.
+    while time.monotonic() < deadline or rounds < 10:
         workload = make(random.Random(f"{policy}{seed}{rounds}"), policy)
         try:
             workload.run(200)

@@ -6,6 +6,7 @@ so that chunks are, and requests give way. Every KV slot is checked.
 
 from __future__ import annotations
 
+import hashlib
 from typing import get_args
 
 from hypothesis import settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
-from engine_core.config import SchedulingPolicy
+from engine_core.config import FullPromptHit, PrefixMatchUnit, SchedulingPolicy, WindowRetention
 from engine_core.request import RequestStatus
 from ipc.messages import ExtraKeySpan
 from tests.checking_runner import CheckingRunner, expected_output
@@ -22,6 +23,16 @@ from tests.engine_core.test_engine import assert_idle
 B = 2
 VOCAB = 50
 LIMIT = 30  # tokens of a request
+
+
+class TwoBits:
+    """A hash with which every fourth prefix is taken for another one."""
+
+    def __init__(self, data: bytes) -> None:
+        self.bits = hashlib.sha256(data).digest()[0] % 4
+
+    def digest(self) -> bytes:
+        return bytes([self.bits])
 
 
 class Sharing(RuleBasedStateMachine):
@@ -34,6 +45,10 @@ class Sharing(RuleBasedStateMachine):
         reserves=st.booleans(),
         runs_ahead=st.booleans(),
         full_prompt_hit=st.sampled_from(["recompute_last_token", "drop_last_block"]),
+        match_unit=st.sampled_from(["token", "block"]),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (3,)]),
+        retention=st.sampled_from(["all", "prompt_tail"]),
+        hashes_weakly=st.booleans(),
     )
     def start(
         self,
@@ -44,7 +59,11 @@ class Sharing(RuleBasedStateMachine):
         threshold: int,
         reserves: bool,
         runs_ahead: bool,
-        full_prompt_hit: str,
+        full_prompt_hit: FullPromptHit,
+        match_unit: PrefixMatchUnit,
+        windows: tuple[int | None, ...],
+        retention: WindowRetention,
+        hashes_weakly: bool,
     ) -> None:
         config = EngineConfig(
             block_size=B,
@@ -56,9 +75,13 @@ class Sharing(RuleBasedStateMachine):
             reserve_full_sequence=reserves,
             async_scheduling=runs_ahead,
             full_prompt_hit=full_prompt_hit,
+            prefix_match_unit=match_unit,
+            window_retention=retention,
         )
-        self.runner = CheckingRunner(num_blocks, B, vocab_size=VOCAB)
+        self.runner = CheckingRunner(num_blocks * len(windows), B, vocab_size=VOCAB, windows=windows)
         self.engine = EngineCore(config, self.runner)
+        if hashes_weakly:
+            self.engine._hasher._hash = TwoBits
         self.requests: dict[str, EngineRequest] = {}
         self.produced: dict[tuple[str, int], list[int]] = {}
 
