@@ -360,7 +360,8 @@ class Scheduler:
 
     def _choose_victim(self) -> Request:
         if self.policy == "priority":
-            return max(self.running, key=lambda request: (request.priority, request.arrival_time_s))
+            # Of equals the last one: if continuations of one request took turns, none would get on.
+            return max(reversed(self.running), key=lambda request: (request.priority, request.arrival_time_s))
         return self.running[-1]
 
     def _preempt(self, request: Request) -> None:

@@ -118,8 +118,8 @@ def _engine_options(
         SchedulingPolicy,
         option(
             _SCHEDULER,
-            "fcfs: first come, first served. priority: lower `priority` first. prefix: of the first in line the one with"
-            " the longest cached prefix; the first is passed over 16 times at most.",
+            "fcfs: first come, first served. priority: lower `priority` first. prefix: of the first in line the one of"
+            " which most is cached; the very first is passed over 16 times at most.",
         ),
     ] = _ENGINE.scheduling_policy,
     share_in_flight: Annotated[

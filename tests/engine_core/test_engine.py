@@ -336,6 +336,24 @@ class TestPreemption:
         assert engine.runner.steps[-1] == 2
         run(engine)
 
+    def test_continuations_that_do_not_fit_together_get_on_one_after_another(self):
+        """Each fits the pool alone; equals in priority and arrival, they must not preempt each other in turn."""
+        engine = make_engine(
+            8,
+            scheduling_policy="priority",
+            max_num_seqs=2,
+            max_num_batched_tokens=6,
+            long_prefill_token_threshold=3,
+            reserve_full_sequence=False,
+        )
+        engine.add_request(make_request(range(22), 8, sampling={"n": 2}, read_prefix_cache=False))
+        outputs: list[RequestOutput] = []
+        for _ in range(200):
+            outputs += engine.step().outputs
+        assert engine.stats().preemptions > 0
+        assert_idle(engine)
+        assert len(tokens_of(outputs)) == 16
+
     def test_nobody_is_admitted_beside_a_preemption(self):
         engine = make_engine(8)
         for start in (0, 100):

@@ -11,9 +11,9 @@ from engine_core import EngineCore
 from engine_core.request import Request
 from engine_core.waiting_queue import PREFIX_MAX_PASSES, PrefixQueue
 from ipc.messages import RequestOutput
+from tests.checking_runner import expected_output
 from tests.engine_core.make import make_request as make_waiting
 from tests.engine_core.test_engine import VOCAB, B, assert_idle, make_engine, make_request, run, tokens_of
-from tests.checking_runner import expected_output
 
 
 class TestQueue:
@@ -100,7 +100,7 @@ class TestBound:
     """Under a steady stream of requests whose prompt is cached: three arrive for every two that can run."""
 
     NUM_SEATS = 2
-    POPULAR = list(range(8 * B))
+    POPULAR = range(8 * B)
 
     def start(self, num_blocks: int = 200) -> EngineCore:
         engine = make_engine(num_blocks, max_num_seqs=self.NUM_SEATS, scheduling_policy="prefix")

@@ -1,4 +1,4 @@
-"""Random requests that share prefixes while they are computed, under every policy: all end, rightly, and nothing is left.
+"""Random requests that share prefixes while they are computed, under every policy: all end rightly, nothing is left.
 
 Prompts are paths in a small tree, so that much of them is being computed by somebody else; pools and budgets are small,
 so that chunks are, and requests give way. Every KV slot is checked.

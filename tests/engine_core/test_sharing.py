@@ -101,7 +101,7 @@ class TestOnce:
         assert engine.stats().computed_tokens == 4 * len(PROMPT)
 
     def test_those_who_wait_leave_the_whole_step_to_who_computes(self):
-        """A threshold is for others who want to run. Those wanted to, in the first step, and get their share in the second."""
+        """A threshold is for others who want to run: all of them in the first step, nobody in the second."""
         engine = make_engine()
         add(engine, [PROMPT] * 8)
         finish(engine)
