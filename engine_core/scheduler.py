@@ -307,7 +307,7 @@ class Scheduler:
         step.copies += self.kv.copies_for(request)
         request.num_computed_tokens = hit.num_tokens
         if self.kv.enable_caching:
-            self.counters.count_admission(request, hit.num_tokens)
+            self.counters.count_admission(request, hit.num_tokens, hit.num_copied_tokens)
         request.status = RequestStatus.RUNNING
         if request.admitted_s is None:
             request.admitted_s = time.monotonic()

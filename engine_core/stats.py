@@ -20,6 +20,7 @@ class SchedulerCounters:
     generated_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    prefix_cache_copied: int = 0
     resumed_queries: int = 0
     resumed_hits: int = 0
     prefix_waits: int = 0
@@ -30,8 +31,8 @@ class SchedulerCounters:
         self.computed_tokens += num_tokens
         self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
 
-    def count_admission(self, request: Request, num_cached_tokens: int) -> None:
-        """Called while the request still has the status it waited with."""
+    def count_admission(self, request: Request, num_cached_tokens: int, num_copied_tokens: int) -> None:
+        """Called while the request still has the status it waited with. The second number is part of the first."""
         if not request.read_prefix_cache:
             return
         if request.index > 0 and request.status is RequestStatus.WAITING:
@@ -42,6 +43,7 @@ class SchedulerCounters:
         else:
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += num_cached_tokens
+            self.prefix_cache_copied += num_copied_tokens
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     generated_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    prefix_cache_copied: int
     resumed_queries: int
     resumed_hits: int
     step_tokens: list[int]

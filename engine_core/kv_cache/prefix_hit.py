@@ -41,6 +41,10 @@ class PrefixHit:
     def num_whole_blocks(self) -> int:
         return len(self.blocks[0])
 
+    @property
+    def num_copied_tokens(self) -> int:
+        return 0 if self.tail is None else self.tail.num_slots
+
     def touched(self) -> list[KVCacheBlock]:
         return [block for blocks in self.blocks for block in blocks if block is not None]
 

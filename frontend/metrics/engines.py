@@ -34,6 +34,7 @@ ANSWER_TIMEOUT_S = 2.0
 _COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_copied": ("prefix_cache_copied", "Of those found, the tokens at the beginning of a block, copied."),
     "prefix_cache_resumed_queries": ("resumed_queries", "Tokens looked up when preempted requests were resumed."),
     "prefix_cache_resumed_hits": ("resumed_hits", "Tokens found when preempted requests were resumed."),
     "prefix_cache_waits": ("prefix_waits", "How often a request waited for a prefix that another one computed."),

@@ -202,6 +202,7 @@ class TestSeveralContinuations:
             complete(engine, range(10), 2, sampling={"n": 4})
         stats = engine.stats()
         assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 9)
+        assert stats.prefix_cache_copied == 1
 
     def test_cached_tokens_are_the_same_for_all(self):
         engine = make_engine()
