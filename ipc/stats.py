@@ -24,6 +24,7 @@ class Durations(Struct, array_like=True, frozen=True):
 
 class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     """A snapshot. Counters run since start; hits and queries are in tokens, once per request.
+    `prefix_cache_copied` is the part of the hits that was copied from the beginning of a block.
 
     `resumed_*` count the same for re-admissions after a preemption. `computed_tokens` includes what preempted
     requests compute again. `step_tokens[i]` is the number of steps that computed at most `STEP_TOKENS_BOUNDS[i]` tokens
