@@ -53,8 +53,8 @@ def spare_garbage_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    # What is made from now on and lives long (the nodes of cached prefixes, hundreds of thousands) is in no circle. Going
-    # through all of it takes tens of milliseconds, so that happens a hundred times more rarely than usual.
+    # What is made from now on and lives long (the nodes of cached prefixes, hundreds of thousands) is in no circle.
+    # Going through all of it takes tens of milliseconds, so that happens a hundred times more rarely than usual.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
 
 
