@@ -37,6 +37,7 @@ COUNTERS = {
     "prefix_cache_hits": ("engine", "model_name"),
     "prefix_cache_resumed_queries": ("engine", "model_name"),
     "prefix_cache_resumed_hits": ("engine", "model_name"),
+    "prefix_cache_waits": ("engine", "model_name"),
     "num_preemptions": ("engine", "model_name"),
     "prompt_tokens": ("engine", "model_name"),
     "prompt_tokens_by_source": ("engine", "model_name", "source"),
@@ -108,7 +109,7 @@ def test_prometheus_may_choose_the_format(stack: Stack) -> None:
 
 def test_one_request_cold_and_warm(stack: Stack) -> None:
     prompt = [7] * 40
-    for hit in (0, 32):
+    for hit in (0, 39):
         before = stack.scrape()
         usage = stack.complete(prompt, 8)["usage"]
         after = stack.scrape()
@@ -353,3 +354,20 @@ async def test_blocks_that_are_watched_have_families_of_their_own() -> None:
     for name in ("kv_block_lifetime", "kv_block_idle_before_evict", "kv_block_reuse_gap"):
         assert seen(f"{name}_seconds_sum") == 5
         assert seen(f"{name}_seconds_count") == len(RESIDENCY_BOUNDS_S) + 1
+
+
+async def test_those_who_wait_are_told_apart_by_what_they_wait_for() -> None:
+    class Waiting(ScriptedEngine):
+        async def stats(self, timeout_s: float) -> EngineSnapshot:
+            steps = [1] * (len(STEP_TOKENS_BOUNDS) + 1)
+            numbers = snapshot(1, 9, watches_blocks=False).stats
+            stats = replace(numbers, num_waiting=5, num_waiting_aside=2, step_tokens=steps)
+            return EngineSnapshot(1, stats, {})
+
+    metrics = Metrics([Waiting(says([]))], "tiny", TokenizationStats())  # type: ignore[list-item]
+    await metrics.refresh()
+    seen = Scrape(generate_latest(metrics.registry).decode())
+    assert seen("num_requests_waiting") == 5
+    assert seen("num_requests_waiting_by_reason", "capacity") == 3
+    assert seen("num_requests_waiting_by_reason", "deferred") == 2
+    assert seen("prefix_cache_waits_total") == 9
