@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,13 +24,21 @@ def model_fingerprint(path: Path) -> str:
     return total.hexdigest()
 
 
-def cache_namespace(fingerprint: str, kv_dtype: str, block_size: int, quantization: str | None = None) -> str:
+def cache_namespace(
+    fingerprint: str,
+    kv_dtype: str,
+    block_size: int,
+    quantization: str | None = None,
+    groups: Sequence[Sequence[int]] = (),
+) -> str:
     """Hex; equal exactly where KV blocks mean the same: weights and what they are computed with in, KV dtype, block
-    size and layout.
+    size and layout. `groups` are the layers of each KV cache group; one has them all by itself.
     """
-    parts = [fingerprint, kv_dtype, block_size, LAYOUT_VERSION]
+    parts: list[object] = [fingerprint, kv_dtype, block_size, LAYOUT_VERSION]
     if quantization is not None:
         parts.append(quantization)
+    if len(groups) > 1:
+        parts.append([list(layers) for layers in groups])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -121,7 +121,11 @@ class ModelRunner:
             eos_token_ids=end_of_sequence_ids(self._model, model_config),
             num_blocks=num_blocks,
             cache_namespace=cache_namespace(
-                model_fingerprint(path), dtype_name, config.block_size, config.quantization
+                model_fingerprint(path),
+                dtype_name,
+                config.block_size,
+                config.quantization,
+                [group.layers for group in groups],
             ),
             tokenizer_digest=tokenizer_digest(path),
             multimodal=None if self._pictures is None else self._pictures.info,

@@ -92,8 +92,11 @@ def test_sharing_of_blocks_needs_the_same_weights_dtype_and_layout(tiny: Path, t
         cache_namespace(fingerprint, "bfloat16", 16),
         cache_namespace(fingerprint, "float32", 32),
         cache_namespace(model_fingerprint(other), "float32", 16),
+        cache_namespace(fingerprint, "float32", 16, None, [(0, 2), (1, 3)]),
+        cache_namespace(fingerprint, "float32", 16, None, [(0, 1), (2, 3)]),
     }
-    assert len(namespaces) == 4
+    assert len(namespaces) == 6
+    assert cache_namespace(fingerprint, "float32", 16, None, [(0, 1, 2, 3)]) in namespaces
 
 
 def test_a_directory_without_usable_weights_is_refused(tiny: Path, tmp_path: Path) -> None:
