@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,10 +19,10 @@ import transformers
 
 import engine_core.model.runner as runner_module
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
+from engine_core.kv_cache import KVCacheBlock, PrefixHit
 from engine_core.model.device_queue import DeviceQueue
 from engine_core.model.staging import Staging
 from engine_core.runner import ScheduledRequest
-from tests.engine_core.cached import cached_chain
 
 NUM_OUTPUT_TOKENS = 32
 # Below this gap between its two highest logits the reference's own choice is a matter of rounding.
@@ -60,6 +60,16 @@ class EngineRun:
     token_ids: list[int]
     logprobs: dict[int, torch.Tensor]
     num_cached_tokens: int
+
+
+def first_tokens(reference: Reference, num_tokens: int) -> Reference:
+    """The same prompt, with less output."""
+    return replace(
+        reference,
+        output_token_ids=reference.output_token_ids[:num_tokens],
+        gaps=reference.gaps[:num_tokens],
+        logprobs=reference.logprobs[:num_tokens],
+    )
 
 
 def load_reference_model(directory: Path) -> transformers.PreTrainedModel:
@@ -204,13 +214,29 @@ def check_equal(references: Sequence[Reference], runs: Sequence[EngineRun]) -> N
 
 
 def corrupt_last_cached_block(engine: EngineCore, request: EngineRequest) -> None:
-    """Spoil the K/V of the deepest cached full block of `request`, as a wrong hit or a stray write would."""
-    chain = cached_chain(engine._scheduler.kv.pool, engine.prepare_request(request))
-    assert chain, "nothing of this prompt is cached: there is nothing to corrupt"
+    """Spoil the K/V of the deepest full block that `request` would share, as a wrong hit or a stray write would."""
+    whole_blocks = [[block for block in blocks if block is not None] for blocks in _hit(engine, request).blocks]
+    assert any(whole_blocks), "no block of this prompt is cached: there is nothing to corrupt"
+    _corrupt(engine, [blocks[-1] for blocks in whole_blocks if blocks])
+
+
+def corrupt_copied_slots(engine: EngineCore, request: EngineRequest) -> None:
+    """Spoil the K/V of the blocks whose first slots would be copied for `request`."""
+    tail = _hit(engine, request).tail
+    assert tail is not None, "nothing would be copied for this prompt: there is nothing to corrupt"
+    _corrupt(engine, tail.blocks)
+
+
+def _hit(engine: EngineCore, request: EngineRequest) -> PrefixHit:
+    return engine._scheduler.kv.get_computed_blocks(engine.prepare_request(request))
+
+
+def _corrupt(engine: EngineCore, blocks: Sequence[KVCacheBlock]) -> None:
     runner = engine.runner
     assert isinstance(runner, runner_module.ModelRunner)
     for cache in runner.pool.tensors:
-        cache[chain[-1].block_id] *= -1
+        for block in blocks:
+            cache[block.block_id] *= -1
 
 
 def poison_unowned_slots(engine: EngineCore) -> None:
@@ -218,6 +244,6 @@ def poison_unowned_slots(engine: EngineCore) -> None:
     runner = engine.runner
     assert isinstance(runner, runner_module.ModelRunner)
     for block in engine._scheduler.kv.pool.blocks:
-        if block.block_hash is None and block.ref_cnt == 0:
+        if block.node is None and block.ref_cnt == 0:
             for cache in runner.pool.tensors:
                 cache[block.block_id] = float("nan")

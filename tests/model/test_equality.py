@@ -17,11 +17,14 @@ from tests.simulated_kernels import simulated_kernels
 from tests.tiny_models import TINY_ARCHITECTURES
 
 from .equality import (
+    MIN_COMPARED_TOKENS,
     MIN_DISTINCT_TOKENS,
     NotEqualError,
     Reference,
     check_equal,
+    corrupt_copied_slots,
     corrupt_last_cached_block,
+    first_tokens,
     generate_reference,
     load_reference_model,
     make_engine,
@@ -76,6 +79,25 @@ def test_smollm2_chunked_and_cached(chunk_size: int, model_directory: GetDirecto
 
 def test_smollm2_preempted(model_directory: GetDirectory, references: GetReferences) -> None:
     check_preempted(model_directory("smollm2"), references("smollm2"))
+
+
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_hits_end_inside_blocks(name: str, model_directory: GetDirectory, references: GetReferences) -> None:
+    """Of a request that ended anywhere all that was computed is found: the beginning of its last block is copied."""
+    engine = make_engine(model_directory(name))
+    poison_unowned_slots(engine)
+    longest = max(references(name), key=lambda reference: len(reference.prompt_token_ids))
+    reference, prompt = first_tokens(longest, MIN_COMPARED_TOKENS), longest.prompt_token_ids
+    for num_tokens in (1, 7, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 5, len(prompt) - 1):
+        assert engine.reset_prefix_cache().is_done
+        run_prompts(engine, [prompt[:num_tokens]], 1)
+        runs = run_prompts(engine, [prompt], MIN_COMPARED_TOKENS)
+        check_equal([reference], runs)
+        assert runs[0].num_cached_tokens == num_tokens
+
+    corrupt_copied_slots(engine, EngineRequest("probe", prompt))
+    with pytest.raises(NotEqualError):
+        check_equal([reference], run_prompts(engine, [prompt], MIN_COMPARED_TOKENS))
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])

@@ -5,10 +5,10 @@ Always in company. As with texts, every check can fail: with a spoiled block, an
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import pytest
 from engine_core import EngineCore, InvalidRequestError, SamplingParams
 from engine_core.model.picture_encoder import EncodedRows
 from ipc.messages import MultimodalFeature
-from tests.engine_core.cached import cached_chain
 from tests.tiny_vlm_processors import FAMILIES
 
 from .equality import (
@@ -31,6 +30,7 @@ from .equality import (
     Reference,
     check_equal,
     corrupt_last_cached_block,
+    first_tokens,
     generate_reference_from,
     greedy,
     load_reference_model,
@@ -114,7 +114,25 @@ def test_hits_end_inside_pictures(family: Family) -> None:
             for num_blocks in {feature.start // BLOCK_SIZE + 1, (feature.end - 1) // BLOCK_SIZE}:
                 forget_cached(engine, prompt, num_blocks)
                 (run,) = family.run(engine, kind, num_tokens=MIN_COMPARED_TOKENS)
-                assert run.num_cached_tokens // BLOCK_SIZE == num_blocks
+                assert run.num_cached_tokens == num_blocks * BLOCK_SIZE
+
+
+def test_hits_end_anywhere_inside_pictures(family: Family) -> None:
+    """A request that was broken off leaves what it had computed, be it in the middle of a picture and of a block."""
+    engine = family.engine(max_num_batched_tokens=17, max_num_seqs=5)
+    prompt = family.prompts["first and last"]
+    inside = 0
+    for num_steps in range(1, (len(prompt.token_ids) - 1) // 17 + 1):
+        assert engine.reset_prefix_cache().is_done
+        engine.add_request(prompt.request("broken off", greedy()), prompt.inputs)
+        for _ in range(num_steps):
+            assert not engine.step().outputs
+        num_computed = engine._scheduler.kv.tables["broken off"].request.num_computed_tokens
+        inside += any(feature.start < num_computed < feature.end for feature in prompt.features)
+        engine.abort_requests(["broken off"])
+        (run,) = family.run(engine, "first and last", num_tokens=MIN_COMPARED_TOKENS)
+        assert run.num_cached_tokens == num_computed
+    assert inside > 0 or family.name == "gemma3"  # whose pictures are computed whole
 
 
 def test_another_picture_shares_nothing_behind_its_first_token(family: Family) -> None:
@@ -124,7 +142,8 @@ def test_another_picture_shares_nothing_behind_its_first_token(family: Family) -
     feature = family.prompts["one"].features[0]
     assert changed.num_cached_tokens == feature.start
     (again,) = family.run(engine, "another question")
-    assert feature.end - BLOCK_SIZE < again.num_cached_tokens < len(family.prompts["another question"].token_ids)
+    one, another = (family.prompts[kind].token_ids for kind in ("one", "another question"))
+    assert feature.end <= again.num_cached_tokens == len(commonprefix([one, another]))
 
 
 def test_preempted_and_resumed(family: Family) -> None:
@@ -207,12 +226,6 @@ def test_a_layout_that_is_not_the_pictures_is_refused(vlm_directory: GetDirector
             family.engine().add_request(wrong)
 
 
-def first_tokens(reference: Reference, num_tokens: int) -> Reference:
-    return dataclasses.replace(
-        reference, output_token_ids=reference.output_token_ids[:num_tokens], gaps=reference.gaps[:num_tokens]
-    )
-
-
 @contextmanager
 def encoded_keys(engine: EngineCore) -> Iterator[list[bytes]]:
     """Keys of the features encoded within it."""
@@ -233,8 +246,9 @@ def encoded_keys(engine: EngineCore) -> Iterator[list[bytes]]:
 
 def forget_cached(engine: EngineCore, prompt: PicturePrompt, num_blocks: int) -> None:
     """Of a cached prompt only the first `num_blocks` stay, as if the others had been evicted."""
-    pool = engine._scheduler.kv.pool
-    pool.unregister(cached_chain(pool, engine.prepare_request(prompt.request("probe", greedy())))[num_blocks:])
+    pool, probe = engine._scheduler.kv.pool, engine.prepare_request(prompt.request("probe", greedy()))
+    nodes = pool.tree.walk(probe.block_hashes, probe.block_contents)[num_blocks:]
+    pool.unregister([block for block in pool.blocks if block.node in nodes])
 
 
 def check_sees_corruption(family: Family, engine: EngineCore) -> None:
