@@ -245,10 +245,10 @@ def encoded_keys(engine: EngineCore) -> Iterator[list[bytes]]:
 
 
 def forget_cached(engine: EngineCore, prompt: PicturePrompt, num_blocks: int) -> None:
-    """Of a cached prompt only the first `num_blocks` stay, as if the others had been evicted."""
+    """Of a cached prompt only the first `num_blocks` stay, as if all others had been evicted."""
     pool, probe = engine._scheduler.kv.pool, engine.prepare_request(prompt.request("probe", greedy()))
-    nodes = pool.tree.walk(probe.block_hashes, probe.block_contents)[num_blocks:]
-    pool.unregister([block for block in pool.blocks if block.node in nodes])
+    kept = pool.tree.walk(probe.block_hashes, probe.block_contents)[:num_blocks]
+    pool.unregister([block for block in pool.blocks if block.node not in kept])
 
 
 def check_sees_corruption(family: Family, engine: EngineCore) -> None:
