@@ -24,6 +24,7 @@ from tests.frontend.http_stack import Scrape, Stack, http_stack
 from tests.frontend.scripted_engine import ScriptedEngine, says
 from tests.wire_peers import private_endpoint, request, running_server, wait_until
 
+BLOCK_SIZE = 16
 # As the peer's documentation lists them, without what we do not have (sleep, flops, external and multimodal caches).
 GAUGES = {
     "num_requests_running": ("engine", "model_name"),
@@ -35,6 +36,8 @@ GAUGES = {
 COUNTERS = {
     "prefix_cache_queries": ("engine", "model_name"),
     "prefix_cache_hits": ("engine", "model_name"),
+    "prefix_cache_copied": ("engine", "model_name"),
+    "prefix_cache_waits": ("engine", "model_name"),
     "prefix_cache_resumed_queries": ("engine", "model_name"),
     "prefix_cache_resumed_hits": ("engine", "model_name"),
     "prefix_cache_waits": ("engine", "model_name"),
@@ -93,7 +96,7 @@ def test_every_family_is_there_from_the_start_with_the_peers_labels(stack: Stack
         assert seen.labels[f"foreword:{name}_bucket"] == {("engine", "le", "model_name")}
     (config,) = seen.families["foreword:cache_config_info"].samples
     assert config.labels["num_gpu_blocks"] == "24"
-    assert config.labels["kv_cache_size_tokens"] == str(24 * 16)
+    assert config.labels["kv_cache_size_tokens"] == str(24 * BLOCK_SIZE)
     assert config.labels["enable_prefix_caching"] == "True"
     assert seen("request_success_total", "abort") == seen("admission_rejections_total", "max_num_queued_reqs") == 0
     assert seen.values["process_resident_memory_bytes", ()] > 0
@@ -122,6 +125,7 @@ def test_one_request_cold_and_warm(stack: Stack) -> None:
         assert increase(before, after, "prompt_tokens_cached_by_source_total", "device") == hit
         assert increase(before, after, "prefix_cache_queries_total") == 40
         assert increase(before, after, "prefix_cache_hits_total") == hit
+        assert increase(before, after, "prefix_cache_copied_total") == hit % BLOCK_SIZE
         assert increase(before, after, "request_success_total", "length") == 1
         assert increase(before, after, "request_prefill_kv_computed_tokens_sum") == 40 - hit
         assert increase(before, after, "request_params_max_tokens_sum") == 8

@@ -159,10 +159,17 @@ ROWS: dict[str, list[Request]] = {
     "15 tokens alike": [tokens(*PAGE), tokens(*PAGE[:15], 99, 98, 97)],
     "16 tokens alike": [tokens(*PAGE), tokens(*PAGE[:16], 99, 98, 97)],
     "31 tokens alike": [tokens(*PAGE), tokens(*PAGE[:31], 99, 98, 97)],
-    "32 tokens alike": [tokens(*PAGE), tokens(*PAGE[:32], 99, 98, 97)],
     "the same 63 tokens": [tokens(*PAGE[:63])] * 2,
     "the same 64 tokens": [tokens(*PAGE[:64])] * 2,
 }
+ROWS_OF_WHOLE_BLOCKS: dict[str, list[Request]] = {
+    "15 tokens alike, in blocks": ROWS["15 tokens alike"],
+    "31 tokens alike, in blocks": ROWS["31 tokens alike"],
+    "32 tokens alike, in blocks": [tokens(*PAGE), tokens(*PAGE[:32], 99, 98, 97)],
+    "the same 63 tokens, in blocks": ROWS["the same 63 tokens"],
+    "the same 64 tokens, in blocks": ROWS["the same 64 tokens"],
+}
+ROW_OF_AN_ANSWER = "63 tokens, an answer of 8, and 5 more"
 # row of the doc → how the model spells the call that is sent back
 ROWS_OF_CALLS = {
     "the model spelled it as the template does": '{"name": "ships", "arguments": {"limit": 2, "night": "quiet"}}',
@@ -266,11 +273,11 @@ class Server:
         self, core: EngineCore, runner: SpeakingRunner, tokenizer: ModelTokenizer, http: httpx.Client, clock: Clock
     ) -> None:
         self.core, self.http, self.clock = core, http, clock
-        self._runner, self._tokenizer = runner, tokenizer
+        self.runner, self._tokenizer = runner, tokenizer
 
     def say(self, answer: str) -> None:
         """From now on, whatever it is asked."""
-        self._runner.say(self._tokenizer.backend.encode(answer, add_special_tokens=False).ids)
+        self.runner.say(self._tokenizer.backend.encode(answer, add_special_tokens=False).ids)
 
     def forget(self) -> None:
         assert self.core.reset_prefix_cache().is_done
@@ -297,6 +304,11 @@ def server(chat_model_dir: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def server_of_whole_blocks(chat_model_dir: Path) -> Iterator[Server]:
+    yield from serve(chat_model_dir, TOOL_TEMPLATE, prefix_match_unit="block")
+
+
+@pytest.fixture(scope="module")
 def dated_server(chat_model_dir: Path) -> Iterator[Server]:
     yield from serve(chat_model_dir, DATED_TEMPLATE)
 
@@ -314,20 +326,20 @@ def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield served
 
 
-def serve(chat_model_dir: Path, template: str) -> Iterator[Server]:
+def serve(chat_model_dir: Path, template: str, **settings: Any) -> Iterator[Server]:
     backend, clock = load_tokenizer(chat_model_dir).backend, Clock()
     tokenizer = ModelTokenizer(backend, chat_template_of(tokenizer_with(chat_model_dir, template), clock.now))
     runner = SpeakingRunner(backend.token_to_id("<|im_end|>"), tokenizer.vocab_size)
-    core, engine = engine_with(runner)
+    core, engine = engine_with(runner, **settings)
     with live_app(engine, tokenizer) as url, httpx.Client(base_url=url, timeout=30) as http:
         served = Server(core, runner, tokenizer, http, clock)
         served.say(ANSWER)
         yield served
 
 
-def engine_with(runner: SpeakingRunner) -> tuple[EngineCore, ScriptedEngine]:
+def engine_with(runner: SpeakingRunner, **settings: Any) -> tuple[EngineCore, ScriptedEngine]:
     """An engine core, and what looks like a client of it."""
-    core = EngineCore(EngineConfig(block_size=BLOCK_SIZE), runner)
+    core = EngineCore(EngineConfig(block_size=BLOCK_SIZE, **settings), runner)
 
     async def compute(request: EngineRequest) -> AsyncGenerator[RequestOutput]:
         core.add_request(request)
@@ -353,12 +365,27 @@ def rows_of_the_doc() -> dict[str, tuple[int, int]]:
 
 
 def test_every_row_of_the_doc_is_tested_here_and_the_other_way_round() -> None:
-    assert set(rows_of_the_doc()) == {*ROWS, *ROWS_OF_CALLS, *ROWS_OF_ANOTHER_DAY, *ROWS_OF_PICTURES}
+    tested = {*ROWS, *ROWS_OF_CALLS, *ROWS_OF_ANOTHER_DAY, *ROWS_OF_PICTURES, *ROWS_OF_WHOLE_BLOCKS, ROW_OF_AN_ANSWER}
+    assert set(rows_of_the_doc()) == tested
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_the_numbers_are_the_docs(server: Server, row: str) -> None:
     assert server.count(ROWS[row]) == rows_of_the_doc()[row]
+
+
+@pytest.mark.parametrize("row", ROWS_OF_WHOLE_BLOCKS)
+def test_the_numbers_of_whole_blocks_are_the_docs(server_of_whole_blocks: Server, row: str) -> None:
+    assert server_of_whole_blocks.count(ROWS_OF_WHOLE_BLOCKS[row]) == rows_of_the_doc()[row]
+
+
+def test_the_numbers_after_an_answer_are_the_docs(server: Server) -> None:
+    server.forget()
+    server.runner.say(answer := range(100, 108))
+    assert server.answer(tokens(*PAGE[:63], max_tokens=len(answer)))["usage"]["completion_tokens"] == len(answer)
+    server.say(ANSWER)
+    counted = server.ask(tokens(*PAGE[:63], *answer, *PAGE[:5]))
+    assert counted == rows_of_the_doc()[ROW_OF_AN_ANSWER]
 
 
 @pytest.mark.parametrize("row", ROWS_OF_CALLS)

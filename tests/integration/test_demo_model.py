@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from random import Random
 from typing import Any
 
@@ -194,21 +195,27 @@ def test_every_answer_is_transformers_own(
 
 
 def test_a_new_picture_is_worked_on_once_and_shares_nothing(rounds: dict[str, Round]) -> None:
+    """But what stands before all pictures."""
     cold = rounds["cold"]
-    assert {answer.num_cached_tokens for chat, answer in cold.answers.items() if chat.files} == {0}
+    assert {answer.num_cached_tokens for chat, answer in cold.answers.items() if chat.files} <= {0, TOKENS_BEFORE_PICTURES}
     for stage in ("mm_decodes_total", "mm_processor_calls_total", "mm_inputs_sent_total", "encoder_calls_total"):
         assert cold.did[stage] == 200
 
 
-def test_a_known_picture_comes_from_the_cache(rounds: dict[str, Round], chats: list[Chat], later: list[Chat]) -> None:
+def test_a_known_picture_comes_from_the_cache(
+    rounds: dict[str, Round], chats: list[Chat], later: list[Chat], references: dict[Chat, Reference]
+) -> None:
+    """With the beginning of the question, if that is alike, too; if the picture is in the same place."""
     warm = rounds["warm"].answers
     for chat in chats:
-        assert warm[chat].num_cached_tokens >= TOKENS_BEFORE_PICTURES + TOKENS_OF_PICTURE * len(chat.files)
-    # Another question shares the blocks that are the picture's alone, if the picture is in the same place.
-    seen_first = {chat.files[0] for chat in chats if chat.files}
+        assert warm[chat].num_cached_tokens == len(references[chat].prompt_token_ids) - 1
+
+    def num_common_tokens(one: Chat, other: Chat) -> int:
+        number = len(commonprefix([references[chat].prompt_token_ids for chat in (one, other)]))
+        return number if one.files[0] is other.files[0] else min(number, TOKENS_BEFORE_PICTURES)
+
     for chat in later:
-        blocks_tokens = TOKENS_OF_PICTURE if chat.files[0] in seen_first else 0
-        assert blocks_tokens <= warm[chat].num_cached_tokens < blocks_tokens + 2 * BLOCK_SIZE
+        assert warm[chat].num_cached_tokens == max(num_common_tokens(chat, other) for other in chats if other.files)
 
 
 @pytest.mark.parametrize(("which", "engine_knows"), [("warm", True), ("reset", False)])
