@@ -37,7 +37,6 @@ COUNTERS = {
     "prefix_cache_queries": ("engine", "model_name"),
     "prefix_cache_hits": ("engine", "model_name"),
     "prefix_cache_copied": ("engine", "model_name"),
-    "prefix_cache_waits": ("engine", "model_name"),
     "prefix_cache_resumed_queries": ("engine", "model_name"),
     "prefix_cache_resumed_hits": ("engine", "model_name"),
     "prefix_cache_waits": ("engine", "model_name"),

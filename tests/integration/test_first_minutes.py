@@ -41,6 +41,7 @@ def test_the_command_to_paste_is_answered(server: Server) -> None:
 def test_the_readmes_chat_goes_as_it_says(server: Server) -> None:
     chat = re.search(r"foreword chat --image (\S+) --temperature 0\n((?:> .+\n.+\n\d+ prompt.+\n)+)", readme())
     assert chat is not None
+    httpx.post(f"{server.url}/reset_prefix_cache").raise_for_status()
     picture = base64.b64encode((ROOT / chat[1]).read_bytes()).decode()
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}]
     messages: list[dict[str, Any]] = []
