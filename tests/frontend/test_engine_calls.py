@@ -98,7 +98,7 @@ async def test_closing_fails_what_was_asked(endpoint: str, slow_engine: subproce
     await client.wait_ready(20)
     slow_engine.send_signal(signal.SIGSTOP)
     # Until then it may still answer.
-    os.waitid(os.P_PID, slow_engine.pid, os.WSTOPPED)
+    await asyncio.to_thread(os.waitid, os.P_PID, slow_engine.pid, os.WSTOPPED)
     asked = asyncio.create_task(client.stats(300))
     await asyncio.sleep(0)
     await client.close()

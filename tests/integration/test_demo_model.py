@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from random import Random
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.model.equality import (
     Reference,
     generate_reference_from,
     load_reference_model,
+    num_alike,
 )
 from tests.wire_peers import ROOT
 
@@ -197,7 +197,8 @@ def test_every_answer_is_transformers_own(
 def test_a_new_picture_is_worked_on_once_and_shares_nothing(rounds: dict[str, Round]) -> None:
     """But what stands before all pictures."""
     cold = rounds["cold"]
-    assert {answer.num_cached_tokens for chat, answer in cold.answers.items() if chat.files} <= {0, TOKENS_BEFORE_PICTURES}
+    shared = {answer.num_cached_tokens for chat, answer in cold.answers.items() if chat.files}
+    assert shared <= {0, TOKENS_BEFORE_PICTURES}
     for stage in ("mm_decodes_total", "mm_processor_calls_total", "mm_inputs_sent_total", "encoder_calls_total"):
         assert cold.did[stage] == 200
 
@@ -211,7 +212,7 @@ def test_a_known_picture_comes_from_the_cache(
         assert warm[chat].num_cached_tokens == len(references[chat].prompt_token_ids) - 1
 
     def num_common_tokens(one: Chat, other: Chat) -> int:
-        number = len(commonprefix([references[chat].prompt_token_ids for chat in (one, other)]))
+        number = num_alike(references[one].prompt_token_ids, references[other].prompt_token_ids)
         return number if one.files[0] is other.files[0] else min(number, TOKENS_BEFORE_PICTURES)
 
     for chat in later:

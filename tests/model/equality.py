@@ -72,6 +72,12 @@ def first_tokens(reference: Reference, num_tokens: int) -> Reference:
     )
 
 
+def num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are equal."""
+    different = (place for place, (left, right) in enumerate(zip(one, other)) if left != right)
+    return next(different, min(len(one), len(other)))
+
+
 def load_reference_model(directory: Path) -> transformers.PreTrainedModel:
     """In float32, with `sdpa` where the architecture has it (Gemma 2 has only `eager`)."""
     torch.set_float32_matmul_precision("highest")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from .equality import (
     NUM_OUTPUT_TOKENS,
     EngineRun,
     NotEqualError,
-    Reference,
     check_equal,
     corrupt_last_cached_block,
     first_tokens,
@@ -35,6 +33,7 @@ from .equality import (
     greedy,
     load_reference_model,
     make_engine,
+    num_alike,
     poison_unowned_slots,
     run_requests,
 )
@@ -143,7 +142,7 @@ def test_another_picture_shares_nothing_behind_its_first_token(family: Family) -
     assert changed.num_cached_tokens == feature.start
     (again,) = family.run(engine, "another question")
     one, another = (family.prompts[kind].token_ids for kind in ("one", "another question"))
-    assert feature.end <= again.num_cached_tokens == len(commonprefix([one, another]))
+    assert feature.end <= again.num_cached_tokens == num_alike(one, another)
 
 
 def test_preempted_and_resumed(family: Family) -> None:
