@@ -13,7 +13,7 @@ import torch
 
 from .attention_tiles import LayerHeads
 from .compiled import library
-from .shared_prefixes import ReadingCosts, shared_prefixes
+from .shared_prefixes import ReadingCosts, SharedPrefix, are_shared, shared_prefixes
 
 NO_WINDOW = 1 << 62
 
@@ -51,11 +51,24 @@ class CAttentionBatch(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A plan. `on_c_side` is what kernels are given; it lives as long as this."""
+    """A plan. `on_c_side` is what kernels are given; it lives as long as this. `prefixes` are read once for several."""
 
     heads: LayerHeads
     on_c_side: CAttentionBatch
+    prefixes: list[SharedPrefix]
     arrays: tuple[np.ndarray | torch.Tensor | None, ...]
+
+    def in_tables(self, block_tables: np.ndarray) -> AttentionBatch | None:
+        """This plan for keys and values that lie in other blocks; None where these are not shared alike.
+
+        Both have one memory for parts: they are not computed at the same time.
+        """
+        if not are_shared(self.prefixes, block_tables, self.on_c_side.block_size):
+            return None
+        tables = np.ascontiguousarray(block_tables, dtype=np.int64)
+        on_c_side = CAttentionBatch.from_buffer_copy(self.on_c_side)
+        on_c_side.block_tables, on_c_side.table_stride = tables.ctypes.data, tables.shape[1]
+        return AttentionBatch(self.heads, on_c_side, self.prefixes, (*self.arrays, tables))
 
 
 def plan_batch(
@@ -78,7 +91,12 @@ def plan_batch(
     if found is None:
         raise RuntimeError(f"there is no attention kernel for {heads.dtype} on this CPU")
     num_requests, num_tokens = len(seq_lens), int(query_start_loc[-1])
-    prefix_of, prefix_lens = _prefixes(query_start_loc, seq_lens, block_tables, block_size, heads, sliding_window)
+    prefixes = _prefixes(query_start_loc, seq_lens, block_tables, block_size, heads, sliding_window)
+    prefix_of = prefix_lens = None
+    if prefixes:
+        prefix_of, prefix_lens = np.full(num_requests, -1), np.array([prefix.num_tokens for prefix in prefixes])
+        for index, prefix in enumerate(prefixes):
+            prefix_of[prefix.requests] = index
     inputs = tuple(
         None if array is None else np.ascontiguousarray(array, dtype=np.int64)
         for array in (query_start_loc, seq_lens, block_tables, visible_to, prefix_of, prefix_lens)
@@ -86,7 +104,7 @@ def plan_batch(
     per_token = np.empty((len(_PER_TOKEN), num_tokens), dtype=np.int64)
     batch = CAttentionBatch(
         *(None if array is None else array.ctypes.data for array in inputs),
-        *(num_requests, num_tokens, 0 if prefix_lens is None else len(prefix_lens), block_tables.shape[1], block_size),
+        *(num_requests, num_tokens, len(prefixes), block_tables.shape[1], block_size),
         NO_WINDOW if sliding_window is None else sliding_window,
         *(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim, num_threads),
         *(None, 0, 0),
@@ -102,7 +120,7 @@ def plan_batch(
         part_floats = -(-heads.value_dim // _PANEL) * _PANEL + _PART_FLOATS_BESIDE_SUMS
         parts = torch.empty(batch.num_parts * heads.num_heads * part_floats)
         batch.parts = parts.data_ptr()
-    return AttentionBatch(heads, batch, (*inputs, per_token, tasks, parts))
+    return AttentionBatch(heads, batch, prefixes, (*inputs, per_token, tasks, parts))
 
 
 def _prefixes(
@@ -112,16 +130,13 @@ def _prefixes(
     block_size: int,
     heads: LayerHeads,
     sliding_window: int | None,
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """`[num_requests]`, which prefix each reads together with others, −1 for none, and the prefixes' lengths; None
-    where nobody does.
-    """
-    num_requests = len(seq_lens)
-    if num_requests < 2:
-        return None, None
+) -> list[SharedPrefix]:
+    """Those that requests read together."""
+    if len(seq_lens) < 2:
+        return []
     task_tokens = max(1, _MAX_ROWS // heads.group_size)
     query_lens = np.diff(query_start_loc)
-    prefixes = shared_prefixes(
+    return shared_prefixes(
         *(block_tables, seq_lens, query_lens, block_size),
         costs=ReadingCosts(
             kv_bytes=heads.kv_bytes,
@@ -133,9 +148,3 @@ def _prefixes(
         num_tiles=-(-query_lens // task_tokens),
         sliding_window=sliding_window,
     )
-    if not prefixes:
-        return None, None
-    prefix_of = np.full(num_requests, -1, dtype=np.int64)
-    for index, prefix in enumerate(prefixes):
-        prefix_of[prefix.requests] = index
-    return prefix_of, np.array([prefix.num_tokens for prefix in prefixes], dtype=np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ from .attention_batch import AttentionBatch, plan_batch
 from .attention_plan import plan_attention
 from .attention_tiles import LayerHeads
 from .device_batch import DeviceBatch, DevicePlan, Upload, batch_to_device, plan_limits, plan_to_device
+from .shared_prefixes import are_shared
 from .slot_mapping import SlotMapping
 
 # A longer chunk is cut into tiles, so that earlier ones need not look at keys only later ones see.
@@ -93,6 +94,8 @@ class AttentionMetadata:
             window limits how far back a token sees, not this. None: all see up to themselves.
         planned_seq_len: kernels are planned for sequences that may grow to this length, not for `seq_lens`, and without
             shared prefixes: the launches are right, then, for any values in `on_device`, as a captured graph wants.
+        alike: the same step in other KV cache groups; what they have planned holds for this one, too, where prefixes
+            are shared alike.
         upload: arrays that change no more → tensors on `device`; by default by copies that are waited for.
 
     Attributes:
@@ -111,6 +114,7 @@ class AttentionMetadata:
     device: torch.device
     visible_to: np.ndarray | None = None
     planned_seq_len: int | None = None
+    alike: Sequence[AttentionMetadata] = ()
     upload: Upload | None = None
     slots: SlotMapping = field(init=False)
     _tiles: dict[int | None, list[AttentionTile]] = field(init=False, default_factory=dict, repr=False)
@@ -152,30 +156,39 @@ class AttentionMetadata:
         """What kernels do in layers with such heads that see `sliding_window` tokens back; planned once."""
         key = heads, sliding_window
         if key not in self._plans:
-            length = self.planned_seq_len
-            plan = plan_attention(
-                self.query_start_loc,
-                self.seq_lens if length is None else np.full_like(self.seq_lens, length),
-                self.block_tables if length is None else None,
-                self.block_size,
-                heads,
-                plan_limits(self.device),
-                sliding_window=sliding_window,
-                visible_to=self.visible_to if length is None else None,
-            )
-            self._plans[key] = plan_to_device(plan, self._upload)
+            planned = (other._plans[key] for other in self.alike if key in other._plans)
+            plan = next((p for p in planned if are_shared(p.prefixes, self.block_tables, self.block_size)), None)
+            self._plans[key] = self._plan(heads, sliding_window) if plan is None else plan
         return self._plans[key]
+
+    def _plan(self, heads: LayerHeads, sliding_window: int | None) -> DevicePlan:
+        length = self.planned_seq_len
+        plan = plan_attention(
+            self.query_start_loc,
+            self.seq_lens if length is None else np.full_like(self.seq_lens, length),
+            self.block_tables if length is None else None,
+            self.block_size,
+            heads,
+            plan_limits(self.device),
+            sliding_window=sliding_window,
+            visible_to=self.visible_to if length is None else None,
+        )
+        return plan_to_device(plan, self._upload)
 
     def cpu_batch(self, heads: LayerHeads, sliding_window: int | None) -> AttentionBatch:
         """The same for the kernel in C, and for as many threads as torch has."""
         key = heads, sliding_window
         if key not in self._cpu_batches:
-            self._cpu_batches[key] = plan_batch(
-                *(self.query_start_loc, self.seq_lens, self.block_tables, self.block_size, heads),
-                sliding_window=sliding_window,
-                visible_to=self.visible_to,
-                num_threads=torch.get_num_threads(),
-            )
+            planned = (other._cpu_batches[key] for other in self.alike if key in other._cpu_batches)
+            batch = next(filter(None, (each.in_tables(self.block_tables) for each in planned)), None)
+            if batch is None:
+                batch = plan_batch(
+                    *(self.query_start_loc, self.seq_lens, self.block_tables, self.block_size, heads),
+                    sliding_window=sliding_window,
+                    visible_to=self.visible_to,
+                    num_threads=torch.get_num_threads(),
+                )
+            self._cpu_batches[key] = batch
         return self._cpu_batches[key]
 
     def tiles(self, sliding_window: int | None) -> list[AttentionTile]:

@@ -12,6 +12,7 @@ prefix first, and are merged (`merge_parts`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ class AttentionPlan:
         first_parts: `[num_tokens]`, where the parts of each token begin that has any.
         merged: `[num_merged, 3]`: a token that has parts, where they begin, how many there are.
         num_parts: of all of them together.
+        prefixes: those whose keys are read once for several requests.
     """
 
     narrow: np.ndarray
@@ -57,6 +59,7 @@ class AttentionPlan:
     first_parts: np.ndarray
     merged: np.ndarray
     num_parts: int
+    prefixes: Sequence[SharedPrefix]
 
 
 def plan_attention(
@@ -107,6 +110,7 @@ def plan_attention(
         first_parts=first_parts.astype(np.int32),
         merged=np.stack([merged, first_parts[merged], parts_of_token[merged]], axis=1).astype(np.int32),
         num_parts=int(parts_of_token.sum()),
+        prefixes=prefixes,
     )
 
 

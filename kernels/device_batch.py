@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .attention_plan import AttentionPlan, PlanLimits
+from .shared_prefixes import SharedPrefix
 
 # Arrays → tensors on the device, by one copy where that is possible. Each begins at a multiple of 64 bytes.
 Upload = Callable[..., list[torch.Tensor]]
@@ -48,6 +49,7 @@ class DevicePlan:
     first_parts: torch.Tensor
     merged: torch.Tensor
     num_parts: int
+    prefixes: Sequence[SharedPrefix]
 
 
 def batch_to_device(
@@ -69,7 +71,7 @@ def plan_to_device(plan: AttentionPlan, upload: Upload) -> DevicePlan:
     """The same plan there."""
     tables = (plan.narrow, plan.wide, plan.listed_tokens, plan.first_parts, plan.merged)
     narrow, wide, listed_tokens, first_parts, merged = upload(*map(_int32, tables))
-    return DevicePlan(narrow, wide, listed_tokens, first_parts, merged, plan.num_parts)
+    return DevicePlan(narrow, wide, listed_tokens, first_parts, merged, plan.num_parts, plan.prefixes)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ kernels: Ye et al., "ChunkAttention", 2024; Juravsky et al., "Hydragen", 2024; F
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,15 @@ def shared_prefixes(
     if sum(gain for gain, _ in found) <= costs.overhead_bytes:
         return []
     return [prefix for _, prefixes in found for prefix in prefixes]
+
+
+def are_shared(prefixes: Sequence[SharedPrefix], block_tables: np.ndarray, block_size: int) -> bool:
+    """Whether the same requests of the same step share these prefixes by other block tables, too."""
+    for prefix in prefixes:
+        blocks = block_tables[prefix.requests, : prefix.num_tokens // block_size]
+        if (blocks != blocks[0]).any():
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,10 +111,9 @@ def build_input_batch(
         layout.ids, layout.positions, layout.query_start_loc[1:][layout.sampling] - 1
     )
     seen = visible_to(batch, layout.query_start_loc, layout.positions) if joins_touching else None
-    return InputBatch(
-        input_ids=(ids if sampled is None else sampled.tokens.index_select(0, ids))[None],
-        position_ids=position_ids[None],
-        metadata=[
+    metadata: list[AttentionMetadata] = []
+    for block_tables, slots in zip(layout.block_tables, layout.slots, strict=True):
+        metadata.append(
             AttentionMetadata(
                 query_start_loc=layout.query_start_loc,
                 seq_lens=layout.seq_lens,
@@ -124,10 +123,14 @@ def build_input_batch(
                 dtype=dtype,
                 device=staging.device,
                 visible_to=seen,
+                alike=tuple(metadata),
                 upload=staging.upload,
             )
-            for block_tables, slots in zip(layout.block_tables, layout.slots, strict=True)
-        ],
+        )
+    return InputBatch(
+        input_ids=(ids if sampled is None else sampled.tokens.index_select(0, ids))[None],
+        position_ids=position_ids[None],
+        metadata=metadata,
         logits_indices=logits_indices,
     )
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import kernels.attention
+import kernels.attention_batch
 import kernels.attention_metadata
 from kernels.attention_plan import PlanLimits
 from kernels.dispatch import Backend, computed_by
@@ -45,6 +47,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "c":
         if not kernels.attention.is_available(torch.float32):
             pytest.skip("not built, or not for this CPU")
+        monkeypatch.setattr(kernels.attention_batch, "_OVERHEAD_BYTES", 0)
         yield None
     else:
         # Sharing and dividing pay from the first key on.
@@ -73,8 +76,32 @@ def test_a_block_0_that_another_request_sees_is_no_prefix_of_both(backend: Backe
     check(batch, backend)
 
 
+LENGTHS = [(1, 200), (1, 201), (3, 202), (1, 290), (1, 60)]
+ALL_OF_FOUR = ([0, 1, 2, 3], 11)
+SHARED: dict[str, tuple[list[tuple[list[int], int]], list[tuple[list[int], int]]]] = {
+    "the same prefixes": ([ALL_OF_FOUR], [ALL_OF_FOUR]),
+    "no prefixes": ([], []),
+    "one that is shorter in the second": ([ALL_OF_FOUR], [([0, 1, 2, 3], 10)]),
+    "one that is none in the second": ([ALL_OF_FOUR], []),
+    "one of other requests": ([ALL_OF_FOUR], [([0, 1], 11), ([2, 3], 11)]),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_plan_holds_for_other_groups_that_share_alike(name: str, backend: Backend | None) -> None:
+    """Two groups of one step: the second's blocks lie elsewhere, in a pool of their own here."""
+    first, second = (make_batch(LENGTHS, shared=shared) for shared in SHARED[name])
+    second.metadata = replace(second.metadata, alike=[first.metadata])
+    for batch in (first, second):
+        check(batch, backend, sliding_window=None)
+    plans = [batch.metadata._plans if backend == "triton" else batch.metadata._cpu_batches for batch in (first, second)]
+    if backend != "torch":
+        one, other = (next(iter(each.values())).prefixes for each in plans)
+        assert (one is other) == (name in ("the same prefixes", "no prefixes"))
+
+
 def check(batch: PagedBatch, backend: Backend | None, **options: Any) -> None:
-    options |= {"scaling": 0.2, "sliding_window": WINDOW}
+    options = {"scaling": 0.2, "sliding_window": WINDOW} | options
     arguments = (batch.query, batch.key_cache, batch.value_cache, batch.metadata)
     if backend is None:
         actual = paged_attention(*arguments, **options)
