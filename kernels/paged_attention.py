@@ -15,6 +15,7 @@ from . import attention as kernel
 from .attention_metadata import AttentionMetadata, AttentionTile
 from .attention_tiles import LayerHeads
 from .dispatch import uses_triton
+from .quantize_kv import KVScales, dequantize
 from .tiled_attention import tiled_attention
 
 # How many scores are written out at once where no fused kernel does it: 256 MiB of them.
@@ -26,6 +27,7 @@ def paged_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     metadata: AttentionMetadata,
+    scales: KVScales | None = None,
     *,
     scaling: float,
     sliding_window: int | None = None,
@@ -37,6 +39,7 @@ def paged_attention(
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`; `num_heads` is a multiple of the cache's `num_kv_heads`.
+        scales: of quantized caches (`quantize_kv`), whose codes stand for what they are multiplied with.
         sliding_window: how many tokens are seen, the token itself included; None is all.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: `[num_heads]` logits that take part in the softmax and contribute nothing (GPT-OSS).
@@ -44,6 +47,7 @@ def paged_attention(
     Returns `[num_tokens, num_heads, value_head_dim]`. No slot outside the requests' own tokens influences it.
     """
     if uses_triton(query):
+        assert scales is None
         return tiled_attention(
             *(query, key_cache, value_cache, metadata),
             scaling=scaling,
@@ -56,12 +60,12 @@ def paged_attention(
         heads = LayerHeads(num_heads, key_cache.shape[2], head_dim, value_cache.shape[-1], query.dtype)
         batch = metadata.cpu_batch(heads, sliding_window)
         return kernel.attention(query, key_cache, value_cache, batch, scaling=scaling, softcap=softcap, sinks=sinks)
-    flat_keys, flat_values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    key_scales, value_scales = (None, None) if scales is None else scales
 
     def attend(tile: AttentionTile) -> torch.Tensor:
         # [num_requests, num_kv_heads, num_keys, head_dim]
-        keys = _gather(flat_keys, tile)
-        values = _gather(flat_values, tile)
+        keys = _gather(key_cache, key_scales, tile, query.dtype)
+        values = _gather(value_cache, value_scales, tile, query.dtype)
         if softcap is None and sinks is None:
             return _fused(query[tile.rows], keys, values, tile, scaling)
         return _explicit(query[tile.rows], keys, values, tile, scaling, softcap, sinks)
@@ -75,9 +79,15 @@ def paged_attention(
     return output
 
 
-def _gather(flat_cache: torch.Tensor, tile: AttentionTile) -> torch.Tensor:
-    gathered = flat_cache.index_select(0, tile.key_slots.flatten())
-    return gathered.view(tile.num_requests, tile.num_keys, *flat_cache.shape[1:]).transpose(1, 2)
+def _gather(cache: torch.Tensor, scales: torch.Tensor | None, tile: AttentionTile, dtype: torch.dtype) -> torch.Tensor:
+    slots = tile.key_slots.flatten()
+    if scales is None:
+        gathered = cache.flatten(0, 1).index_select(0, slots)
+    else:
+        # torch does not index every type of eight bits.
+        codes = cache.view(torch.uint8).flatten(0, 1).index_select(0, slots).view(cache.dtype)
+        gathered = dequantize(codes, scales.flatten(0, 1).index_select(0, slots), dtype)
+    return gathered.view(tile.num_requests, tile.num_keys, *cache.shape[2:]).transpose(1, 2)
 
 
 def _fused(

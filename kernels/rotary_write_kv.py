@@ -16,6 +16,7 @@ import torch
 
 from . import rotary, write_kv
 from .dispatch import uses_triton
+from .quantize_kv import KVScales
 from .slot_mapping import SlotMapping
 from .token_heads import copy_heads, rotate_heads, side_by_side
 from .triton_language import jit, next_power_of_2, tl
@@ -30,6 +31,7 @@ def rotary_write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: SlotMapping,
+    scales: KVScales | None = None,
     *,
     interleaved: bool = False,
 ) -> torch.Tensor:
@@ -40,7 +42,8 @@ def rotary_write_kv(
     output = query.new_empty(query.shape)
     compute = _launch if uses_triton(query) else reference
     key_slots, value_slots = write_kv.flat_slots(key_cache), write_kv.flat_slots(value_cache)
-    compute(output, query, key, value, cos, sin, key_slots, value_slots, slot_mapping, interleaved)
+    flat_scales = write_kv.flat_scales(scales)
+    compute(output, query, key, value, cos, sin, key_slots, value_slots, slot_mapping, flat_scales, interleaved)
     return output
 
 
@@ -54,12 +57,13 @@ def reference(
     key_slots: torch.Tensor,
     value_slots: torch.Tensor,
     slot_mapping: SlotMapping,
+    scales: KVScales | None,
     interleaved: bool,
 ) -> None:
     """As `rotary_write_kv` with caches `[num_slots, num_kv_heads, head_dim]`, in torch, into `output`."""
     rotated_key = torch.empty_like(key)
     rotary.reference(output, rotated_key, query, key, cos, sin, interleaved)
-    write_kv.reference(rotated_key, value, key_slots, value_slots, slot_mapping)
+    write_kv.reference(rotated_key, value, key_slots, value_slots, slot_mapping, scales)
 
 
 def launch_options(num_heads: int, head_dim: int, num_pairs: int, value_head_dim: int) -> dict[str, Any]:
@@ -80,8 +84,10 @@ def _launch(
     key_slots: torch.Tensor,
     value_slots: torch.Tensor,
     slot_mapping: SlotMapping,
+    scales: KVScales | None,
     interleaved: bool,
 ) -> None:
+    assert scales is None
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, num_pairs, value_head_dim = key.shape[1], cos.shape[1], value.shape[2]
     if not num_tokens:

@@ -6,6 +6,8 @@ A block of the cache is `block_size` slots in a row, so a slot is a row of `[num
 token whose slot is −1 stores nothing: what it would write is there already (a whole prompt was found), or it is
 padding. As an index, −1 is the pool's last slot: whoever forgets the difference overwrites somebody else's block.
 
+Where the caches are quantized, what is stored are codes and a scale for each head (`quantize_kv`).
+
 Every byte is read once and written once, and that is all: 2 · (key and value bytes of a token). A program has some
 heads of one token, all of them where that is about a thousand values, and both their keys and their values.
 """
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 from .dispatch import uses_triton
+from .quantize_kv import KVScales, quantize
 from .slot_mapping import SlotMapping
 from .token_heads import copy_heads, heads_per_program, side_by_side
 from .triton_language import compile_options, jit, next_power_of_2, tl
@@ -31,6 +34,7 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: SlotMapping,
+    scales: KVScales | None = None,
 ) -> None:
     """Store `key` and `value` `[num_tokens, num_kv_heads, head_dim]`, each with its own `head_dim`, in tokens' slots.
 
@@ -38,14 +42,20 @@ def write_kv(
         key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous. Values are converted to
             their types.
         slot_mapping: a token with slot −1 stores nothing. No slot outside it is touched.
+        scales: of quantized caches, whose types are among `quantize_kv.LARGEST`; None for others.
     """
     compute = _launch if uses_triton(key) else reference
-    compute(key, value, flat_slots(key_cache), flat_slots(value_cache), slot_mapping)
+    compute(key, value, flat_slots(key_cache), flat_slots(value_cache), slot_mapping, flat_scales(scales))
 
 
 def flat_slots(cache: torch.Tensor) -> torch.Tensor:
     """`[num_slots, num_kv_heads, head_dim]` of a contiguous cache: never a copy, which nobody would read."""
     return cache.view(-1, *cache.shape[2:])
+
+
+def flat_scales(scales: KVScales | None) -> KVScales | None:
+    """`[num_slots, num_kv_heads]` each, likewise."""
+    return None if scales is None else KVScales(*map(flat_slots, scales))
 
 
 def reference(
@@ -54,13 +64,29 @@ def reference(
     key_slots: torch.Tensor,
     value_slots: torch.Tensor,
     slot_mapping: SlotMapping,
+    scales: KVScales | None = None,
 ) -> None:
     """As `write_kv` with caches `[num_slots, num_kv_heads, head_dim]`, in torch."""
     rows, slots = slot_mapping.stored
     if rows is not None:
         key, value = key[rows], value[rows]
-    key_slots.index_copy_(0, slots, key if key.dtype == key_slots.dtype else key.to(key_slots.dtype))
-    value_slots.index_copy_(0, slots, value if value.dtype == value_slots.dtype else value.to(value_slots.dtype))
+    if scales is None:
+        _store(key, key_slots, slots)
+        _store(value, value_slots, slots)
+    else:
+        _store_quantized(key, key_slots, scales.keys, slots)
+        _store_quantized(value, value_slots, scales.values, slots)
+
+
+def _store(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    cache.index_copy_(0, slots, x if x.dtype == cache.dtype else x.to(cache.dtype))
+
+
+def _store_quantized(x: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor) -> None:
+    codes, their_scales = quantize(x, cache.dtype)
+    # torch does not index every type of eight bits.
+    cache.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+    scales.index_copy_(0, slots, their_scales)
 
 
 def launch_options(num_kv_heads: int, key_head_dim: int, value_head_dim: int) -> dict[str, Any]:
@@ -82,7 +108,9 @@ def _launch(
     key_slots: torch.Tensor,
     value_slots: torch.Tensor,
     slot_mapping: SlotMapping,
+    scales: KVScales | None,
 ) -> None:
+    assert scales is None
     num_tokens, num_kv_heads, key_head_dim = key.shape
     value_head_dim = value.shape[-1]
     if not num_tokens:
