@@ -8,7 +8,7 @@ from setuptools import Extension, setup
 ON_X86 = platform.machine() in {"x86_64", "AMD64"}
 INSTRUCTION_SETS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
-    "avx2": ["-mavx2", "-mfma"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "portable": [],
 }
 ELEMENT_TYPES = {"bf16": ["-DELEMENT_BF16=1"], "f32": []}

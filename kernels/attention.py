@@ -12,6 +12,8 @@ import torch
 
 from .attention_batch import AttentionBatch, CAttentionBatch
 from .compiled import library
+from .kv_cache_in_c import CKVCache, reaches
+from .quantize_kv import KVScales
 
 # As in cpu/attention.h.
 MAX_HEAD_DIM = 512
@@ -24,11 +26,7 @@ class CAttention(ctypes.Structure):
         ("batch", ctypes.POINTER(CAttentionBatch)),
         ("query", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("key_slot_stride", "key_head_stride", "value_slot_stride", "value_head_stride")
-        ),
+        ("cache", CKVCache),
         ("output", ctypes.c_void_p),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -41,12 +39,15 @@ def is_available(dtype: torch.dtype) -> bool:
     return library(dtype) is not None
 
 
-def takes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+def takes(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scales: KVScales | None = None
+) -> bool:
     """Whether `attention` is available and computes with tensors like these."""
-    tensors, caches = (query, key_cache, value_cache), (key_cache, value_cache)
     return (
-        all(x.dtype is query.dtype and x.is_cpu and x.stride(-1) == 1 and x.shape[-1] <= MAX_HEAD_DIM for x in tensors)
-        and all(cache.stride(0) == cache.shape[1] * cache.stride(1) for cache in caches)
+        query.is_cpu
+        and query.stride(-1) == 1
+        and all(x.shape[-1] <= MAX_HEAD_DIM for x in (query, key_cache, value_cache))
+        and reaches(key_cache, value_cache, scales, query.dtype)
         and is_available(query.dtype)
     )
 
@@ -56,6 +57,7 @@ def attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     batch: AttentionBatch,
+    scales: KVScales | None = None,
     *,
     scaling: float,
     softcap: float | None = None,
@@ -70,7 +72,7 @@ def attention(
     Raises:
         ValueError: `takes` would have said no, or the step was planned for other tensors.
     """
-    if not takes(query, key_cache, value_cache):
+    if not takes(query, key_cache, value_cache, scales):
         raise ValueError("the attention kernel was not built for this CPU or does not take such tensors")
     heads, planned = batch.heads, batch.on_c_side
     if (*query.shape, *key_cache.shape[1:], value_cache.shape[-1]) != (
@@ -92,10 +94,7 @@ def attention(
                 ctypes.pointer(planned),
                 query.data_ptr(),
                 *query.stride()[:2],
-                key_cache.data_ptr(),
-                value_cache.data_ptr(),
-                *key_cache.stride()[1:3],
-                *value_cache.stride()[1:3],
+                CKVCache.of(key_cache, value_cache, scales),
                 output.data_ptr(),
                 scaling,
                 softcap or 0.0,

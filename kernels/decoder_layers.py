@@ -23,6 +23,7 @@ from .attention_batch import AttentionBatch, CAttentionBatch
 from .attention_tiles import LayerHeads
 from .compiled import library
 from .kv_cache import LayerCache
+from .kv_cache_in_c import CKVCache, reaches
 from .linear import Activation, CWeight, PackedWeight
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -216,20 +217,11 @@ class DecoderLayers:
         """
         block_size = caches[0].keys.shape[1]
         for parts, layer, cache in zip(self.layers, self._on_c_side, caches, strict=True):
-            keys, values = cache.keys, cache.values
-            for tensor in (keys, values):
-                if (
-                    tensor.dtype is not parts.dtype
-                    or tensor.shape[1] != block_size
-                    or tensor.shape[2:] != (parts.num_kv_heads, parts.head_dim)
-                    or tensor.stride(0) != tensor.shape[1] * tensor.stride(1)
-                    or tensor.stride(3) != 1
-                ):
+            expected = (block_size, parts.num_kv_heads, parts.head_dim)
+            for tensor in (cache.keys, cache.values):
+                if tensor.shape[1:] != expected or not reaches(cache.keys, cache.values, cache.scales, parts.dtype):
                     raise ValueError(f"{list(tensor.shape)} of {tensor.dtype} is no cache for {parts.heads}")
-            attention = layer.attention
-            attention.keys, attention.values = keys.data_ptr(), values.data_ptr()
-            attention.key_slot_stride, attention.key_head_stride = keys.stride()[1:3]
-            attention.value_slot_stride, attention.value_head_stride = values.stride()[1:3]
+            layer.attention.cache = CKVCache.of(cache.keys, cache.values, cache.scales)
         kinds = [
             AttentionKind(group, parts.heads, parts.sliding_window)
             for parts, group in zip(self.layers, groups, strict=True)

@@ -55,11 +55,13 @@ def paged_attention(
             softcap=softcap,
             sinks=sinks,
         )
-    if kernel.takes(query, key_cache, value_cache):
+    if kernel.takes(query, key_cache, value_cache, scales):
         _, num_heads, head_dim = query.shape
         heads = LayerHeads(num_heads, key_cache.shape[2], head_dim, value_cache.shape[-1], query.dtype)
         batch = metadata.cpu_batch(heads, sliding_window)
-        return kernel.attention(query, key_cache, value_cache, batch, scaling=scaling, softcap=softcap, sinks=sinks)
+        return kernel.attention(
+            *(query, key_cache, value_cache, batch, scales), scaling=scaling, softcap=softcap, sinks=sinks
+        )
     key_scales, value_scales = (None, None) if scales is None else scales
 
     def attend(tile: AttentionTile) -> torch.Tensor:

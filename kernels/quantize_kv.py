@@ -47,5 +47,5 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`codes` `[..., head_dim]` times `scales` `[...]`, in float32, rounded once to `dtype`."""
+    """`codes` `[..., head_dim]` times `scales` `[...]`, rounded once to float32, and to `dtype`."""
     return (codes.float() * scales[..., None]).to(dtype)

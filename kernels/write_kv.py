@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from .dispatch import uses_triton
+from .dispatch import library_for, uses_triton
+from .kv_cache_in_c import reaches, write
 from .quantize_kv import KVScales, quantize
 from .slot_mapping import SlotMapping
 from .token_heads import copy_heads, heads_per_program, side_by_side
@@ -44,6 +45,11 @@ def write_kv(
         slot_mapping: a token with slot −1 stores nothing. No slot outside it is touched.
         scales: of quantized caches, whose types are among `quantize_kv.LARGEST`; None for others.
     """
+    found = library_for(key)
+    lies_side_by_side = key.stride(2) == value.stride(2) == 1 and value.dtype is key.dtype
+    if found is not None and lies_side_by_side and reaches(key_cache, value_cache, scales, key.dtype):
+        write(found, key, value, key_cache, value_cache, slot_mapping, scales)
+        return
     compute = _launch if uses_triton(key) else reference
     compute(key, value, flat_slots(key_cache), flat_slots(value_cache), slot_mapping, flat_scales(scales))
 

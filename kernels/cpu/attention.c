@@ -8,6 +8,7 @@
 
 #include <float.h>
 
+#include "decode.h"
 #include "few_rows.h"
 #include "pack_keys.h"
 #include "panel.h"
@@ -15,6 +16,7 @@
 enum { ALL_HEADS_BYTES = 1 << 16 /* of keys and values of a block, where a task takes several KV heads */ };
 static const int64_t MIN_PARALLEL_WORK = 1 << 19; /* products: about what starting the threads takes */
 static const float LOG2_E = 1.44269504f;
+static const Wanted nothing = {0};
 
 /* What a thread needs for a task. Rows of one KV head lie one behind the other, then those of the next. */
 typedef struct {
@@ -24,6 +26,11 @@ typedef struct {
     float sums[MAX_SUMS]; /* of the values, weighted */
     float scores[FEW_ROWS * MAX_BLOCK_KEYS];
     element weights[FEW_ROWS * MAX_BLOCK_KEYS];
+    /* Of codes: the scales of a block's keys and values, 0 behind the last; its elements before they are packed; the
+     * places of rows that lie in order. */
+    float key_scales[MAX_BLOCK_KEYS], value_scales[MAX_BLOCK_KEYS];
+    element decoded[PANEL_KEYS * MAX_HEAD_DIM];
+    int64_t in_order[MAX_BLOCK_KEYS];
     float largest[MAX_ROWS], total[MAX_ROWS]; /* score, in powers of two, and sum of weights */
     int64_t slots[2][MAX_BLOCK_KEYS];         /* of a block's keys and of the next one's */
     /* Of a KV head's rows: whose they are, and which keys they see. */
@@ -61,11 +68,12 @@ INLINE vector softened(vector x, float c) {
 }
 
 /* Weights of one row from its scores of `num_keys` keys, a multiple of 32, of which it sees those from `first` to
- * `end`. The scores are scaled and masked in place: contracted into the subtraction of their maximum, the largest one's
+ * `end`. Of codes scores want the keys' scales, and weights are given the values'. The scores are scaled and masked in place: contracted into the subtraction of their maximum, the largest one's
  * scaling would be rounded in another way than the maximum's. Returns the factor that brings earlier sums to the new
  * maximum. */
-INLINE float weigh(element *weights, float *scores, int64_t num_keys, int64_t first, int64_t end, float scaling,
-                   float softcap, float *largest, float *total) {
+INLINE float weigh(element *weights, float *scores, const float *key_scales, const float *value_scales,
+                   int64_t num_keys, int64_t first, int64_t end, float scaling, float softcap, float *largest,
+                   float *total) {
     integers lane;
     for (int i = 0; i < LANES; i++)
         lane[i] = i;
@@ -74,6 +82,8 @@ INLINE float weigh(element *weights, float *scores, int64_t num_keys, int64_t fi
     vector most = nothing;
     for (int32_t key = 0; key < num_keys; key += LANES) {
         vector score = load_floats(scores + key);
+        if (key_scales)
+            score = score * load_floats(key_scales + key);
         score = softcap > 0 ? softened(score * scaling, softcap) * LOG2_E : score * (scaling * LOG2_E);
         if (key < from || key + LANES > to)
             score = choose((lane + key >= from) & (lane + key < to), score, nothing);
@@ -85,7 +95,7 @@ INLINE float weigh(element *weights, float *scores, int64_t num_keys, int64_t fi
     for (int64_t key = 0; key < num_keys; key += LANES) {
         const vector weight = power_of_two(load_floats(scores + key) - now);
         sum = sum + weight;
-        store(weights + key, weight);
+        store(weights + key, value_scales ? weight * load_floats(value_scales + key) : weight);
     }
     const float factor = power_of_two(spread(before - now))[0];
     *largest = now;
@@ -109,6 +119,8 @@ static void meet(const Attention *a, const AttentionTask *t, Scratch *s, int64_t
     const int64_t query_stride = query_elements(b->head_dim), sums_stride = sum_floats(b->value_dim);
     const int64_t keys_panel_bytes = query_stride / INPUTS_PER_STEP * STEP_BYTES;
     const int64_t num_rows = head_rows(t), groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
+    const float *key_scales = a->cache.type == PLAIN ? NULL : s->key_scales;
+    const float *value_scales = a->cache.type == PLAIN ? NULL : s->value_scales;
     for (int64_t group = 0; group < groups; group++) {
         const int64_t row = group * num_rows / groups, rows = (group + 1) * num_rows / groups - row;
         int64_t seen_from = end, seen_end = begin;
@@ -125,9 +137,10 @@ static void meet(const Attention *a, const AttentionTask *t, Scratch *s, int64_t
             score_panel(s->scores + key, queries, query_stride, s->keys + key / PANEL_KEYS * keys_panel_bytes, rows);
         float factors[GROUP_ROWS];
         for (int64_t r = 0; r < rows; r++)
-            factors[r] = weigh(s->weights + r * MAX_BLOCK_KEYS, s->scores + r * MAX_BLOCK_KEYS, num_keys,
-                               s->first_seen[row + r] - begin, smaller(end, s->end_seen[row + r]) - begin, a->scaling,
-                               a->softcap, &s->largest[at + r], &s->total[at + r]);
+            factors[r] = weigh(s->weights + r * MAX_BLOCK_KEYS, s->scores + r * MAX_BLOCK_KEYS, key_scales,
+                               value_scales, num_keys, s->first_seen[row + r] - begin,
+                               smaller(end, s->end_seen[row + r]) - begin, a->scaling, a->softcap, &s->largest[at + r],
+                               &s->total[at + r]);
         for (int64_t dim = 0; dim < b->value_dim; dim += PANEL)
             add_values(s->sums + at * sums_stride + dim, sums_stride, factors, s->weights,
                        s->values + dim / PANEL * values_panel_bytes, seen_end - begin, rows);
@@ -138,17 +151,19 @@ static void meet(const Attention *a, const AttentionTask *t, Scratch *s, int64_t
 static void meet_unpacked(const Attention *a, const AttentionTask *t, Scratch *s, int64_t first_row, int64_t begin,
                           const Slots *keys, const Slots *values, const Wanted *wanted_keys,
                           const Wanted *wanted_values) {
-    static const Wanted nothing = {0};
     const AttentionBatch *b = a->batch;
     const int64_t query_stride = query_elements(b->head_dim), sums_stride = sum_floats(b->value_dim);
     const int64_t rows = head_rows(t), count = keys->count;
+    const float *key_scales = a->cache.type == PLAIN ? NULL : s->key_scales;
+    const float *value_scales = a->cache.type == PLAIN ? NULL : s->value_scales;
     score_few(s->scores, MAX_BLOCK_KEYS, (const element *)s->queries + first_row * query_stride, query_stride, rows, keys,
               b->head_dim, wanted_keys);
     float factors[FEW_ROWS];
     for (int64_t r = 0; r < rows; r++)
-        factors[r] = weigh(s->weights + r * MAX_BLOCK_KEYS, s->scores + r * MAX_BLOCK_KEYS, rounded_up(count, LANES),
-                           s->first_seen[r] - begin, smaller(count, s->end_seen[r] - begin), a->scaling, a->softcap,
-                           &s->largest[first_row + r], &s->total[first_row + r]);
+        factors[r] = weigh(s->weights + r * MAX_BLOCK_KEYS, s->scores + r * MAX_BLOCK_KEYS, key_scales, value_scales,
+                           rounded_up(count, LANES), s->first_seen[r] - begin,
+                           smaller(count, s->end_seen[r] - begin), a->scaling, a->softcap, &s->largest[first_row + r],
+                           &s->total[first_row + r]);
     for (int64_t row = 0; row < rows; row += GROUP_ROWS, wanted_values = &nothing)
         add_few(s->sums + (first_row + row) * sums_stride, sums_stride, factors + row, s->weights + row * MAX_BLOCK_KEYS,
                 MAX_BLOCK_KEYS, values, b->value_dim, smaller(GROUP_ROWS, rows - row), wanted_values);
@@ -210,16 +225,55 @@ INLINE Block first_block(const AttentionBatch *b, const AttentionTask *t, int64_
     return block;
 }
 
+/* What one KV head has in some slots. */
+INLINE Slots rows_in(const Cache *c, CacheType type, int64_t kv_head, const int64_t *slots, int64_t count) {
+    return (Slots){slot_of(c, type, 0, kv_head), c->slot_stride * bytes_of(type), slots, count};
+}
+
 /* Of a task's block, a share of all KV heads' rows, for `count` rows that are read meanwhile: a page of memory is better
  * read at once than head by head. */
-INLINE Wanted share_of(const element *cache, int64_t slot_stride, int64_t head_stride, int64_t dim,
-                       const AttentionTask *t, const int64_t *slots, Block block, int64_t share, int64_t shares,
-                       int64_t count) {
+INLINE Wanted share_of(const Cache *c, CacheType type, int64_t dim, const AttentionTask *t, const int64_t *slots,
+                       Block block, int64_t share, int64_t shares, int64_t count) {
     const int64_t all = block.end - block.begin, first = share * all / shares, own = (share + 1) * all / shares - first;
-    const int64_t span = (t->kv_end - 1 - t->kv_begin) * head_stride + dim;
-    return (Wanted){{cache + t->kv_begin * head_stride, slot_stride, slots + first, own},
-                    span * (int64_t)sizeof(element),
+    const int64_t span = (t->kv_end - 1 - t->kv_begin) * c->head_stride + dim;
+    return (Wanted){rows_in(c, type, t->kv_begin, slots + first, own), span * bytes_of(type),
                     (own << 16) / rounded_up(count, PANEL_KEYS)};
+}
+
+/* Scales of all KV heads are fetched with the first one's: there are few. */
+static void find_scales(float *scales, const Cache *c, int64_t num_kv_heads, int64_t kv_head, const int64_t *slots,
+                        int64_t count, const int64_t *next_slots, int64_t next_count) {
+    for (int64_t i = 0; i < count; i++)
+        scales[i] = c->scales[slots[i] * num_kv_heads + kv_head];
+    memset(scales + count, 0, (rounded_up(count, PANEL_KEYS) - count) * sizeof *scales);
+    for (int64_t i = 0; i < next_count; i++)
+        __builtin_prefetch(c->scales + next_slots[i] * num_kv_heads, 0, 2);
+}
+
+/* Codes as panels of keys and of values. */
+static void pack_codes(const Attention *a, Scratch *s, const Slots *keys, const Slots *values,
+                       int64_t values_panel_bytes, const Wanted *wanted_keys, const Wanted *wanted_values) {
+    const int64_t head_dim = a->batch->head_dim, value_dim = a->batch->value_dim;
+    const int64_t keys_panel_bytes = query_elements(head_dim) / INPUTS_PER_STEP * STEP_BYTES;
+    for (int64_t begin = 0; begin < keys->count; begin += PANEL_KEYS) {
+        const int64_t end = smaller(keys->count, begin + PANEL_KEYS);
+        Slots rows = {(const char *)s->decoded, head_dim * (int64_t)sizeof(element), s->in_order, end - begin};
+        decode_rows(a->cache.type, s->decoded, keys, begin, end, head_dim, wanted_keys);
+        pack_keys(s->keys + begin / PANEL_KEYS * keys_panel_bytes, &rows, head_dim, &nothing);
+        rows.stride = value_dim * (int64_t)sizeof(element);
+        decode_rows(a->cache.type, s->decoded, values, begin, end, value_dim, wanted_values);
+        pack_values(s->values + begin / INPUTS_PER_STEP * STEP_BYTES, values_panel_bytes, &rows, value_dim, &nothing);
+    }
+}
+
+/* Codes as rows of elements, where panels would be: keys and values are these from now on. */
+static void decode_block(const Attention *a, Scratch *s, Slots *keys, Slots *values, const Wanted *wanted_keys,
+                         const Wanted *wanted_values) {
+    const int64_t head_dim = a->batch->head_dim, value_dim = a->batch->value_dim, count = keys->count;
+    decode_rows(a->cache.type, (element *)s->keys, keys, 0, count, head_dim, wanted_keys);
+    decode_rows(a->cache.type, (element *)s->values, values, 0, count, value_dim, wanted_values);
+    *keys = (Slots){s->keys, head_dim * (int64_t)sizeof(element), s->in_order, count};
+    *values = (Slots){s->values, value_dim * (int64_t)sizeof(element), s->in_order, count};
 }
 
 /* `following` is the task that this thread is likely to take next, or NULL. */
@@ -228,6 +282,7 @@ static void go_through_keys(const Attention *a, const AttentionTask *t, const At
     const int64_t step = block_keys(b, t), values_panel_bytes = step / INPUTS_PER_STEP * STEP_BYTES;
     const int64_t kv_heads = t->kv_end - t->kv_begin;
     const int is_unpacked = takes_unpacked(b, t);
+    const CacheType type = a->cache.type;
     Block block = first_block(b, t, s->slots[0]);
     for (int parity = 0; block.begin < t->key_end; parity = !parity) {
         const AttentionTask *whose_next = t;
@@ -241,17 +296,29 @@ static void go_through_keys(const Attention *a, const AttentionTask *t, const At
         const int64_t *slots = s->slots[parity], *next_slots = s->slots[!parity], count = block.end - block.begin;
         for (int64_t head = 0; head < kv_heads; head++) {
             const int64_t kv_head = t->kv_begin + head, first_row = head * head_rows(t);
-            const Slots keys = {a->keys + kv_head * a->key_head_stride, a->key_slot_stride, slots, count};
-            const Slots values = {a->values + kv_head * a->value_head_stride, a->value_slot_stride, slots, count};
-            const Wanted wanted_keys = share_of(a->keys, a->key_slot_stride, a->key_head_stride, b->head_dim, whose_next,
-                                                next_slots, next, head, kv_heads, count);
-            const Wanted wanted_values = share_of(a->values, a->value_slot_stride, a->value_head_stride, b->value_dim,
-                                                  whose_next, next_slots, next, head, kv_heads, count);
-            if (is_unpacked) {
+            Slots keys = rows_in(&a->cache.keys, type, kv_head, slots, count);
+            Slots values = rows_in(&a->cache.values, type, kv_head, slots, count);
+            const Wanted wanted_keys =
+                share_of(&a->cache.keys, type, b->head_dim, whose_next, next_slots, next, head, kv_heads, count);
+            const Wanted wanted_values =
+                share_of(&a->cache.values, type, b->value_dim, whose_next, next_slots, next, head, kv_heads, count);
+            if (type != PLAIN) {
+                const int64_t next_count = head == 0 ? next.end - next.begin : 0;
+                find_scales(s->key_scales, &a->cache.keys, b->num_kv_heads, kv_head, slots, count, next_slots, next_count);
+                find_scales(s->value_scales, &a->cache.values, b->num_kv_heads, kv_head, slots, count, next_slots,
+                            next_count);
+            }
+            if (is_unpacked && type == PLAIN) {
                 meet_unpacked(a, t, s, first_row, block.begin, &keys, &values, &wanted_keys, &wanted_values);
-            } else {
+            } else if (is_unpacked) {
+                decode_block(a, s, &keys, &values, &wanted_keys, &wanted_values);
+                meet_unpacked(a, t, s, first_row, block.begin, &keys, &values, &nothing, &nothing);
+            } else if (type == PLAIN) {
                 pack_keys(s->keys, &keys, b->head_dim, &wanted_keys);
                 pack_values(s->values, values_panel_bytes, &values, b->value_dim, &wanted_values);
+                meet(a, t, s, first_row, block.begin, block.end, values_panel_bytes);
+            } else {
+                pack_codes(a, s, &keys, &values, values_panel_bytes, &wanted_keys, &wanted_values);
                 meet(a, t, s, first_row, block.begin, block.end, values_panel_bytes);
             }
         }
@@ -316,6 +383,8 @@ static void merge_parts(const Attention *a, int64_t token) {
 void attend(Worker *w, const Attention *a) {
     const AttentionBatch *b = a->batch;
     Scratch s;
+    for (int64_t i = 0; a->cache.type != PLAIN && i < MAX_BLOCK_KEYS; i++)
+        s.in_order[i] = i;
     Tasks tasks = tasks_of(w, b->num_tasks);
     for (int64_t task; (task = next_task(&tasks)) >= 0;) {
         begin_rows(a, &b->tasks[task], &s);

@@ -5,6 +5,7 @@
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
+#include "codes.h"
 #include "team.h"
 
 /* Rows that go through some keys together: of each token, some of the heads that share a KV head, for some KV heads. */
@@ -44,13 +45,24 @@ typedef struct {
     float *parts; /* [num_parts, num_heads, part_floats(value_dim)] */
 } AttentionBatch;
 
+/* A layer's keys or values: elements, or codes with a scale for each slot and KV head. */
+typedef struct {
+    void *rows; /* [num_blocks * block_size, num_kv_heads, head_dim or value_dim] */
+    int64_t slot_stride, head_stride;
+    float *scales; /* [num_blocks * block_size, num_kv_heads], contiguous; NULL for elements */
+} Cache;
+
+typedef struct {
+    Cache keys, values;
+    CacheType type;
+} KVCache;
+
 /* One layer's attention. */
 typedef struct {
     const AttentionBatch *batch;
     const element *query; /* [num_tokens, num_heads, head_dim] */
     int64_t query_token_stride, query_head_stride;
-    const element *keys, *values; /* [num_blocks * block_size, num_kv_heads, head_dim or value_dim] */
-    int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;
+    KVCache cache;
     element *output; /* [num_tokens, num_heads, value_dim], contiguous */
     float scaling, softcap; /* 0: none */
     const float *sinks;     /* [num_heads], or NULL */
@@ -72,6 +84,11 @@ enum {
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+/* Where a slot has what is of a KV head. */
+INLINE char *slot_of(const Cache *c, CacheType type, int64_t slot, int64_t kv_head) {
+    return (char *)c->rows + (slot * c->slot_stride + kv_head * c->head_stride) * bytes_of(type);
+}
 
 /* How many elements a query and a row of sums take. */
 INLINE int64_t query_elements(int64_t head_dim) { return rounded_up(head_dim, INPUTS_PER_STEP); }

@@ -7,15 +7,15 @@
 
 #include "element.h"
 
-/* Rows of a cache: `rows + slots[i] * stride`. */
+/* Rows of a cache, `stride` bytes from one slot to the next. */
 typedef struct {
-    const element *rows;
+    const char *rows;
     int64_t stride;
     const int64_t *slots;
     int64_t count;
 } Slots;
 
-INLINE const element *row_of(const Slots *s, int64_t i) { return s->rows + s->slots[i] * s->stride; }
+INLINE const void *row_of(const Slots *s, int64_t i) { return s->rows + s->slots[i] * s->stride; }
 
 /* Some that will be wanted soon, of each row so many bytes; and how many of them, in 65,536ths, for each that is read. */
 typedef struct {
@@ -27,7 +27,7 @@ typedef struct {
 INLINE void fetch_rows(const Wanted *w, int64_t begin, int64_t end) {
     const int64_t last = end * w->pace >> 16;
     for (int64_t i = begin * w->pace >> 16; i < last; i++) {
-        const char *row = (const char *)row_of(&w->slots, i);
+        const char *row = row_of(&w->slots, i);
         for (int64_t at = 0; at < w->bytes; at += 64)
             __builtin_prefetch(row + at, 0, 2);
     }

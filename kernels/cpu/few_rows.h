@@ -102,7 +102,8 @@ INLINE void add_rows(float *sums, int64_t sums_stride, const float *factors, con
         for (int64_t key = begin; key < end; key += INPUTS_PER_STEP) {
             const int64_t last = key + INPUTS_PER_STEP <= values->count ? key + INPUTS_PER_STEP - 1 : key;
             operand step[PANEL_VECTORS];
-            load_value_step(step, row_of(values, key) + from, row_of(values, last) + from);
+            load_value_step(step, (const element *)row_of(values, key) + from,
+                            (const element *)row_of(values, last) + from);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
                 const operand weight = spread_operand(weights + r * weights_stride + key, INPUTS_PER_STEP);

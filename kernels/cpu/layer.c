@@ -1,5 +1,7 @@
 #include "layer.h"
 
+#include "write_kv.h"
+
 static void normalize_rows(Worker *w, element *y, const element *x, const element *residual, const Norm *n,
                            int64_t num_rows) {
     FOR_ROWS(w, num_rows, row)
@@ -41,16 +43,11 @@ static void finish_heads(const Layer *layer, const LayerStep *s, const Norm *nor
             rotate(x, s->cosines + token * rotary_dim, s->sines + token * rotary_dim, rotary_dim);
 }
 
-/* The caches are what attention reads. */
-static void write_cache(const Layer *layer, const element *keys, const element *values, int64_t slot) {
-    const Attention *a = &layer->attention;
+static void write_token(const Layer *layer, const element *keys, const element *values, int64_t slot) {
+    const KVCache *cache = &layer->attention.cache;
     const int64_t dim = layer->head_dim;
-    for (int64_t head = 0; head < layer->num_kv_heads; head++) {
-        memcpy((element *)a->keys + slot * a->key_slot_stride + head * a->key_head_stride, keys + head * dim,
-               dim * sizeof(element));
-        memcpy((element *)a->values + slot * a->value_slot_stride + head * a->value_head_stride, values + head * dim,
-               dim * sizeof(element));
-    }
+    write_slot(&cache->keys, cache->type, slot, keys, dim, layer->num_kv_heads, dim);
+    write_slot(&cache->values, cache->type, slot, values, dim, layer->num_kv_heads, dim);
 }
 
 /* Queries and keys as attention wants them; keys and values in the caches, if there are any. */
@@ -62,7 +59,7 @@ static void finish_tokens(Worker *w, const Layer *layer, const LayerStep *s) {
         finish_heads(layer, s, &layer->of_queries, queries, layer->num_heads, token);
         finish_heads(layer, s, &layer->of_keys, keys, layer->num_kv_heads, token);
         if (slots && slots[token] >= 0)
-            write_cache(layer, keys, keys + key_size, slots[token]);
+            write_token(layer, keys, keys + key_size, slots[token]);
     }
     end_phase(w);
 }

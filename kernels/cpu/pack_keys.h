@@ -26,7 +26,7 @@ INLINE words load_steps(const element *x, int64_t left) {
 }
 
 /* Keys of `dim` dimensions as panels one behind the other; zero beyond the last one. */
-INLINE void pack_keys(char *packed, const Slots *keys, int64_t dim, const Wanted *wanted) {
+static void pack_keys(char *packed, const Slots *keys, int64_t dim, const Wanted *wanted) {
     const int64_t steps = (dim + INPUTS_PER_STEP - 1) / INPUTS_PER_STEP;
     const int64_t end = (keys->count + PANEL - 1) / PANEL * PANEL;
     for (int64_t key = 0; key < end; key += LANES) {
@@ -36,12 +36,13 @@ INLINE void pack_keys(char *packed, const Slots *keys, int64_t dim, const Wanted
             if (key + LANES <= keys->count && step + LANES <= dim / INPUTS_PER_STEP) {
 #pragma GCC unroll 16
                 for (int i = 0; i < LANES; i++)
-                    rows[i] = load_words(row_of(keys, key + i) + step * INPUTS_PER_STEP);
+                    rows[i] = load_words((const element *)row_of(keys, key + i) + step * INPUTS_PER_STEP);
             } else {
                 for (int i = 0; i < LANES; i++)
-                    rows[i] = key + i < keys->count ? load_steps(row_of(keys, key + i) + step * INPUTS_PER_STEP,
-                                                                 dim - step * INPUTS_PER_STEP)
-                                                    : (words){};
+                    rows[i] = key + i < keys->count
+                                  ? load_steps((const element *)row_of(keys, key + i) + step * INPUTS_PER_STEP,
+                                               dim - step * INPUTS_PER_STEP)
+                                  : (words){};
             }
             transpose(rows);
             if (step + LANES <= steps) {
@@ -66,7 +67,7 @@ INLINE void pack_value_step(char *to, const element *even, const element *odd) {
 
 /* Values of `dim` dimensions as panels that begin `panel_bytes` apart; zero beyond the last dimension, and in the last
  * step beyond the last key. */
-INLINE void pack_values(char *packed, int64_t panel_bytes, const Slots *values, int64_t dim, const Wanted *wanted) {
+static void pack_values(char *packed, int64_t panel_bytes, const Slots *values, int64_t dim, const Wanted *wanted) {
     static const element none[PANEL] = {0};
     const int64_t whole = dim / PANEL * PANEL;
     for (int64_t key = 0; key < values->count; key += INPUTS_PER_STEP, packed += STEP_BYTES) {

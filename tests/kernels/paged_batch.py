@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from kernels.attention_metadata import AttentionMetadata
+from kernels.quantize_kv import KVScales, dequantize, quantize
 
 from .reference import reference_attention
 from .tensors import fresh, poisoned
@@ -26,12 +27,20 @@ class PagedBatch:
     query_lens: list[int]
     seq_lens: list[int]
     metadata: AttentionMetadata
+    scales: KVScales | None = None
+
+    def exact_caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, or what their codes stand for, in float64."""
+        if self.scales is None:
+            return self.key_cache.double(), self.value_cache.double()
+        keys, values = map(dequantize, (self.key_cache, self.value_cache), self.scales, [torch.float64] * 2)
+        return keys, values
 
     def expected(self, **options: Any) -> torch.Tensor:
         """Its attention in float64."""
         visible_to = self.metadata.visible_to
         return reference_attention(
-            *(self.query, self.key_cache, self.value_cache, self.block_tables, self.query_lens, self.seq_lens),
+            *(self.query, *self.exact_caches(), self.block_tables, self.query_lens, self.seq_lens),
             visible_to=None if visible_to is None else visible_to.tolist(),
             **options,
         )
@@ -114,3 +123,17 @@ def make_batch(
             planned_seq_len=planned_seq_len,
         ),
     )
+
+
+def quantized(case: PagedBatch, dtype: torch.dtype) -> PagedBatch:
+    """The same with keys and values in 8 bits, halves of one pool as well; scales are NaN where those were."""
+    caches = case.key_cache, case.value_cache
+    widest = max(cache.shape[-1] for cache in caches)
+    pool = torch.zeros(*caches[0].shape[:3], 2, widest, dtype=dtype)
+    scales = []
+    for place, cache in enumerate(caches):
+        codes, their_scales = quantize(cache, dtype)
+        pool[..., place, : cache.shape[-1]] = codes
+        scales.append(their_scales)
+    key_cache, value_cache = (pool[..., place, : cache.shape[-1]] for place, cache in enumerate(caches))
+    return replace(case, key_cache=key_cache, value_cache=value_cache, scales=KVScales(*scales))

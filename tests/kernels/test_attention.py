@@ -18,8 +18,9 @@ from kernels import attention_batch
 from kernels.attention import attention, takes
 from kernels.attention_tiles import LayerHeads
 from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
+from kernels.quantize_kv import LARGEST
 
-from .paged_batch import PagedBatch, make_batch
+from .paged_batch import PagedBatch, make_batch, quantized
 
 # Of what is added up, absolutely: weights and the output are rounded, each by half of it; and what float32 loses.
 UNITS = {torch.bfloat16: 2.0**-7 + 2.0**-14, torch.float32: 1e-5}
@@ -64,7 +65,7 @@ def planned(case: PagedBatch, window: int | None = None, threads: int = 2) -> at
 
 def computed(case: PagedBatch, window: int | None = None, threads: int = 2, **options: Any) -> torch.Tensor:
     batch = planned(case, window, threads)
-    return attention(case.query, case.key_cache, case.value_cache, batch, **{"scaling": 0.2, **options})
+    return attention(case.query, case.key_cache, case.value_cache, batch, case.scales, **{"scaling": 0.2, **options})
 
 
 def exact(
@@ -81,8 +82,7 @@ def exact(
     outputs, magnitudes, row = [], [], 0
     for table, query_len, seq_len in zip(case.block_tables, case.query_lens, case.seq_lens, strict=True):
         keys, values = (
-            cache[table].flatten(0, 1)[:seq_len].double().repeat_interleave(group_size, dim=1)
-            for cache in (case.key_cache, case.value_cache)
+            cache[table].flatten(0, 1)[:seq_len].repeat_interleave(group_size, dim=1) for cache in case.exact_caches()
         )
         scores = torch.einsum("qhd,khd->hqk", case.query[row : row + query_len].double(), keys) * scaling
         if softcap is not None:
@@ -213,6 +213,28 @@ def test_scores_so_large_that_their_rounding_is_larger_than_any_exponent(dtype: 
     torch.testing.assert_close(computed(case).double(), exact(case)[0], atol=1e-6, rtol=2**-8)
 
 
+@pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("window", [None, 31])
+def test_codes_stand_for_what_they_are_multiplied_with(
+    dtype: torch.dtype, kv_dtype: torch.dtype, window: int | None
+) -> None:
+    for lengths in ([(1, 1)], [(2, 2), (1, 257), (5, 33)], [(150, 1000), (1, 700)]):
+        for head_dim, value_dim in ((64, 64), (40, 33), (192, 128)):
+            case = make_batch(lengths, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+            case.value_cache *= 1e4
+            for threads in (1, SPLIT_AMONG):
+                assert_right(quantized(case, kv_dtype), window, threads, scaling=head_dim**-0.5)
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("num_heads", [3, 30])
+def test_codes_of_a_prefix_with_softcap_and_sinks(dtype: torch.dtype, kv_dtype: torch.dtype, num_heads: int) -> None:
+    lengths = [(1, 900), (1, 820), (30, 870), (1, 500)]
+    case = make_batch(lengths, shared=[(range(3), 50)], num_heads=num_heads, num_kv_heads=3, head_dim=64, dtype=dtype)
+    options = {"softcap": 5.0, "sinks": torch.linspace(-1.0, 2.0, num_heads)}
+    assert_right(quantized(case, kv_dtype), threads=SPLIT_AMONG, **options)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_steps(dtype: torch.dtype, seed: int) -> None:
     draw = random.Random(seed)
@@ -231,6 +253,8 @@ def test_random_steps(dtype: torch.dtype, seed: int) -> None:
         dtype=dtype,
         shared=[(with_prefix, 10)] if with_prefix else [],
     )
+    if seed % 2:
+        case = quantized(case, draw.choice(list(LARGEST)))
     torch.set_num_threads(draw.choice([1, 2, 3]))
     assert_right(case, draw.choice([None, draw.randint(1, 300)]), draw.choice([1, 2, SPLIT_AMONG]))
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import attention as attention_kernel
-from kernels import attention_batch, decoder_layers
+from kernels import attention_batch, decoder_layers, write_kv
 from kernels.attention import attention
 from kernels.attention_batch import AttentionBatch, plan_batch
 from kernels.attention_metadata import AttentionMetadata
@@ -24,6 +24,8 @@ from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 from kernels.decoder_layers import Angles, AttentionKind, DecoderLayers, LayerParts, LayerScratch, Norm
 from kernels.kv_cache import LayerCache
 from kernels.linear import Activation, pack_weight
+from kernels.quantize_kv import LARGEST, KVScales, quantize
+from kernels.slot_mapping import SlotMapping
 
 from .paged_batch import PagedBatch, make_batch
 from .tensors import fresh
@@ -177,7 +179,7 @@ class Step:
 
     @property
     def caches(self) -> list[LayerCache]:
-        return [LayerCache(case.key_cache, case.value_cache) for case in self.cases]
+        return [LayerCache(case.key_cache, case.value_cache, case.scales) for case in self.cases]
 
     def copy(self) -> Step:
         copies = {id(cache): cache.clone() for case in self.cases for cache in (case.key_cache, case.value_cache)}
@@ -371,6 +373,31 @@ def test_layers_in_one_call_are_those_one_by_one_and_each_part_by_part(dtype: to
         )
         y = single.after_attention(0, y, attended)
     assert torch.equal(x, together) and torch.equal(y, together)
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "odd sizes", "sinks"])
+def test_what_is_read_of_a_quantized_cache_was_written_as_codes(
+    dtype: torch.dtype, name: str, kv_dtype: torch.dtype
+) -> None:
+    """Of the step's own tokens, too."""
+    layers, step = make_layers(KINDS[name], dtype), make_step(KINDS[name], dtype)
+    for place, case in enumerate(step.cases):
+        (keys, key_scales), (values, value_scales) = (quantize(x, kv_dtype) for x in (case.key_cache, case.value_cache))
+        scales = KVScales(key_scales, value_scales)
+        step.cases[place] = replace(case, key_cache=keys, value_cache=values, scales=scales)
+    in_parts = [replace(case, scales=KVScales(*(x.clone() for x in case.scales or ()))) for case in step.copy().cases]
+    together, y = step.computed(layers), step.x
+    for layer, case in zip(layers, in_parts, strict=True):
+        single = DecoderLayers([layer.parts], LayerScratch())
+        single.use([LayerCache(case.key_cache, case.value_cache, case.scales)], [0])
+        [batch], caches = step.batches(single), (case.key_cache, case.value_cache)
+        queries, *new = single.before_attention(0, y, step.angles)
+        slots = SlotMapping(step.slots(single)[0])
+        write_kv.reference(*new, *map(write_kv.flat_slots, caches), slots, write_kv.flat_scales(case.scales))
+        options = {"scaling": layer.scaling, **layer.kind.options}
+        y = single.after_attention(0, y, attention(queries, *caches, batch, case.scales, **options))
+    assert y.isfinite().all() and torch.equal(y, together)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
