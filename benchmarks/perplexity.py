@@ -40,6 +40,12 @@ def perplexity(engine: EngineCore, contexts: Sequence[Sequence[int]]) -> float:
     Raises:
         RuntimeError: the engine failed at one.
     """
+    logprobs = token_logprobs(engine, contexts)
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def token_logprobs(engine: EngineCore, contexts: Sequence[Sequence[int]]) -> list[float]:
+    """Of all tokens that something precedes in their contexts; raises as `perplexity`."""
     for index, token_ids in enumerate(contexts):
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         engine.add_request(EngineRequest(str(index), list(token_ids), params))
@@ -50,7 +56,7 @@ def perplexity(engine: EngineCore, contexts: Sequence[Sequence[int]]) -> float:
                 raise RuntimeError(f"context {output.request_id} failed: {output.error}")
             logprobs += [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
     assert len(logprobs) == sum(len(token_ids) - 1 for token_ids in contexts)
-    return math.exp(-sum(logprobs) / len(logprobs))
+    return logprobs
 
 
 def decode_ms(engine: EngineCore, num_requests: int, num_tokens: int) -> float:

@@ -13,6 +13,7 @@ PrefixMatchUnit = Literal["token", "block"]
 WindowRetention = Literal["all", "prompt_tail"]
 SchedulingPolicy = Literal["fcfs", "priority", "prefix"]
 Quantization = Literal["int8", "int4"]
+KVCacheDtype = Literal["auto", "fp8_e4m3", "int8"]
 
 
 class EngineConfig(Struct, kw_only=True, frozen=True):
@@ -29,6 +30,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         disable_hybrid_kv_cache_manager: keep a whole sequence for every layer, also where layers with a sliding window
             could give up what they see no more.
         kv_cache_memory_bytes: memory for the KV pool, all layers together.
+        kv_cache_dtype: of keys and values in the KV pool; `auto` is that of activations, the others are 8 bits and a
+            scale for each token and head.
         gpu_memory_utilization: share of the device's memory that weights, activations and KV pool may use
             together (CUDA only); ignored when `kv_cache_memory_bytes` is given.
         max_num_seqs: most requests in one step.
@@ -84,6 +87,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     disable_hybrid_kv_cache_manager: bool = False
+    kv_cache_dtype: KVCacheDtype = "auto"
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

@@ -322,7 +322,7 @@ def _cache_config(config: EngineConfig) -> dict[str, str]:
     """The KV cache's settings, under the names that the metrics of peers give them, and what its contents come from."""
     return {
         "block_size": str(config.block_size),
-        "cache_dtype": config.dtype,
+        "cache_dtype": config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         "enable_prefix_caching": str(config.enable_prefix_caching),
         "gpu_memory_utilization": str(config.gpu_memory_utilization),
         "hash_block_size": str(config.block_size),

@@ -64,12 +64,13 @@ class PagedKV:
         options: AttentionOptions,
     ) -> torch.Tensor:
         cache, metadata = self.pool.caches[layer_idx], self.metadata[self.pool.group_of[layer_idx]]
-        write_kv(key, value, cache.keys, cache.values, metadata.slots)
+        write_kv(key, value, cache.keys, cache.values, metadata.slots, cache.scales)
         return paged_attention(
             query,
             cache.keys,
             cache.values,
             metadata,
+            cache.scales,
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,

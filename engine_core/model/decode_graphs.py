@@ -119,8 +119,8 @@ class DecodeGraphs:
             GraphError: the logits are not the model's.
         """
         num_blocks, block_size = self._pool.tensors[0].shape[:2]
-        for tensor in self._pool.tensors:
-            tensor[:size].normal_()
+        for cache in self._pool.caches.values():
+            cache.fill_with_noise(size)
         generator = np.random.default_rng(0)
         blocks = np.arange(size) % num_blocks
         ids, positions = generator.integers(2, 100, size=size), generator.integers(block_size, size=size)

@@ -26,6 +26,7 @@ def model_fingerprint(path: Path) -> str:
 
 def cache_namespace(
     fingerprint: str,
+    dtype: str,
     kv_dtype: str,
     block_size: int,
     quantization: str | None = None,
@@ -34,7 +35,7 @@ def cache_namespace(
     """Hex; equal exactly where KV blocks mean the same: weights and what they are computed with in, KV dtype, block
     size and layout. `groups` are the layers of each KV cache group; one has them all by itself.
     """
-    parts: list[object] = [fingerprint, kv_dtype, block_size, LAYOUT_VERSION]
+    parts: list[object] = [fingerprint, dtype, kv_dtype, block_size, LAYOUT_VERSION]
     if quantization is not None:
         parts.append(quantization)
     if len(groups) > 1:

@@ -11,10 +11,28 @@ from dataclasses import dataclass
 
 import torch
 
+from engine_core.config import EngineConfig
+from engine_core.errors import InvalidConfigError
 from kernels.kv_cache import LayerCache
+from kernels.quantize_kv import QUANTIZED_TYPES
 
 from .kv_groups import KVGroup
 from .support import LayerShape
+
+
+def choose_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of keys and values in the pool, where `dtype` is that of activations.
+
+    Raises:
+        InvalidConfigError: `kv_cache_dtype` is none that there is.
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if config.kv_cache_dtype not in QUANTIZED_TYPES:
+        raise InvalidConfigError(
+            f"kv_cache_dtype: {config.kv_cache_dtype!r} is none of auto, {', '.join(sorted(QUANTIZED_TYPES))}"
+        )
+    return QUANTIZED_TYPES[config.kv_cache_dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +70,7 @@ class PoolLayout:
 
     @property
     def block_bytes(self) -> int:
-        values_per_token = sum(shape.values_per_token for shape in self._places)
-        return values_per_token * self.dtype.itemsize * self.block_size
+        return self.block_size * sum(shape.in_cache(self.dtype).num_bytes for shape in self._places)
 
     @property
     def _places(self) -> list[LayerShape]:
@@ -63,15 +80,7 @@ class PoolLayout:
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVPool:
         """Not cleared: no slot is read before it was written, and on a CPU untouched pages take no memory."""
-
-        def allocate(shape: LayerShape, head_dim: int) -> torch.Tensor:
-            size = (num_blocks, self.block_size, shape.num_kv_heads, head_dim)
-            return torch.empty(size, dtype=self.dtype, device=device)
-
-        places = [
-            LayerCache(allocate(shape, shape.key_head_dim), allocate(shape, shape.value_head_dim))
-            for shape in self._places
-        ]
+        places = [shape.in_cache(self.dtype).allocate(num_blocks, self.block_size, device) for shape in self._places]
         return KVPool(
             caches={
                 layer_idx: cache

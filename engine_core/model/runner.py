@@ -31,7 +31,7 @@ from .head_replay import decoding_once
 from .host_memory import give_back_freed_memory
 from .input_batch import InputBatch, SampledTokens, StepLayout, build_input_batch, lay_out
 from .kv_groups import described, group_layers, wasted_share
-from .kv_pool import KVPool, PoolLayout
+from .kv_pool import KVPool, PoolLayout, choose_kv_dtype
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, takes_pictures
 from .logit_rules import LogitRules
 from .logprobs import add_prompt_logprobs, add_sampled_logprobs
@@ -82,12 +82,13 @@ class ModelRunner:
         path = Path(config.model)
         model_config = load_config(path)
         check_quantization(config, model_config, self._dtype, self._device)
+        kv_dtype = choose_kv_dtype(config, self._dtype)
         max_model_len = usable_model_len(model_config, config.max_model_len)
         self._model = load_model(path, model_config, self._dtype, self._device)
         self._rules = LogitRules(end_of_sequence_ids(self._model, model_config))
         shapes = probe_layers(self._model, model_config)
         groups = group_layers(shapes, max_model_len, one_group=config.disable_hybrid_kv_cache_manager)
-        self._pool_layout = PoolLayout(shapes, groups, config.block_size, self._dtype)
+        self._pool_layout = PoolLayout(shapes, groups, config.block_size, kv_dtype)
         self._pictures = Pictures.of(self._model, model_config) if takes_pictures(model_config) else None
         # Before the passes: afterwards a model has no forward of its own to compare with.
         if self._pictures is not None:
@@ -114,6 +115,7 @@ class ModelRunner:
         if graphs is not None and capture_all(graphs):
             self._graphs = graphs
         dtype_name = str(self._dtype).removeprefix("torch.")
+        kv_dtype_name = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         self.info = ModelInfo(
             name=config.model_name or path.resolve().name,
             vocab_size=_vocab_size(self._model, model_config),
@@ -123,6 +125,7 @@ class ModelRunner:
             cache_namespace=cache_namespace(
                 model_fingerprint(path),
                 dtype_name,
+                kv_dtype_name,
                 config.block_size,
                 config.quantization,
                 [group.layers for group in groups],
@@ -133,7 +136,7 @@ class ModelRunner:
             windows=self._pool_layout.windows,
         )
         logger.info(
-            "model_loaded name=%s dtype=%s quantization=%s device=%s threads=%d layers=%d kv_groups=%s"
+            "model_loaded name=%s dtype=%s quantization=%s device=%s threads=%d layers=%d kv_dtype=%s kv_groups=%s"
             " kv_wasted=%.3f blocks=%d kv_pool_bytes=%d load_s=%.1f",
             self.info.name,
             dtype_name,
@@ -141,6 +144,7 @@ class ModelRunner:
             self._device,
             torch.get_num_threads(),
             len(shapes),
+            kv_dtype_name,
             described(groups),
             wasted_share(groups),
             num_blocks,
@@ -255,13 +259,16 @@ class ModelRunner:
         add_sampled_logprobs(outputs, batch, sampling, logits, tokens, self._staging)
 
     def _compute_alone(self, item: ScheduledRequest) -> torch.Tensor:
-        """Logits of all tokens of a request without blocks, `[num_tokens, vocab_size]`, in a cache of their own."""
+        """Logits of all tokens of a request without blocks, `[num_tokens, vocab_size]`, in a cache of their own that is
+        not quantized.
+        """
         windows, num_blocks = self._pool_layout.windows, -(-item.num_tokens // self._block_size)
         tables = [range(first, first + num_blocks) for first in range(0, len(windows) * num_blocks, num_blocks)]
         batch = [dataclasses.replace(item, block_tables=tables)]
         layout = lay_out(batch, windows, self._block_size, None)
         with self._staging.step():
-            pool = self._pool_layout.allocate(len(windows) * num_blocks, self._device)
+            unquantized = dataclasses.replace(self._pool_layout, dtype=self._dtype)
+            pool = unquantized.allocate(len(windows) * num_blocks, self._device)
             _, logits_of = self._forward(batch, layout, None, pool)
             return logits_of(torch.arange(item.num_tokens, device=self._device))
 

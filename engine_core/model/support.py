@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from engine_core.errors import InvalidConfigError
+from kernels.kv_cache import SlotShape
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest sequence of the batch as soon as one exceeds the original length.
@@ -30,9 +33,9 @@ class LayerShape:
     value_head_dim: int
     sliding_window: int | None
 
-    @property
-    def values_per_token(self) -> int:
-        return self.num_kv_heads * (self.key_head_dim + self.value_head_dim)
+    def in_cache(self, dtype: torch.dtype) -> SlotShape:
+        """What that is in a cache of this type."""
+        return SlotShape(self.num_kv_heads, self.key_head_dim, self.value_head_dim, dtype)
 
 
 def check_config(config: Any) -> None:

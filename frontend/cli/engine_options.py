@@ -9,6 +9,7 @@ from engine_core.config import (
     FreeOrder,
     FullPromptHit,
     HashAlgo,
+    KVCacheDtype,
     PrefixMatchUnit,
     Quantization,
     SchedulingPolicy,
@@ -101,6 +102,13 @@ def _engine_options(
             "--disable-hybrid-kv-cache-manager",
         ),
     ] = _ENGINE.disable_hybrid_kv_cache_manager,
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        option(
+            _MEMORY,
+            "Type of cached keys and values; auto: that of activations. 8 bits take about half of bfloat16's memory.",
+        ),
+    ] = _ENGINE.kv_cache_dtype,
     gpu_memory_utilization: Annotated[
         float, option(_MEMORY, "Share of the GPU's memory for weights, activations and KV pool.", min=0.01, max=1.0)
     ] = _ENGINE.gpu_memory_utilization,

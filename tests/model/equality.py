@@ -23,6 +23,7 @@ from engine_core.kv_cache import KVCacheBlock, PrefixHit
 from engine_core.model.device_queue import DeviceQueue
 from engine_core.model.staging import Staging
 from engine_core.runner import ScheduledRequest
+from kernels.quantize_kv import LARGEST
 
 NUM_OUTPUT_TOKENS = 32
 # Below this gap between its two highest logits the reference's own choice is a matter of rounding.
@@ -240,9 +241,11 @@ def _hit(engine: EngineCore, request: EngineRequest) -> PrefixHit:
 def _corrupt(engine: EngineCore, blocks: Sequence[KVCacheBlock]) -> None:
     runner = engine.runner
     assert isinstance(runner, runner_module.ModelRunner)
-    for cache in runner.pool.tensors:
-        for block in blocks:
-            cache[block.block_id] *= -1
+    for tensor in runner.pool.tensors:
+        # Of codes the scales: with both turned around nothing would have changed.
+        if tensor.dtype not in LARGEST:
+            for block in blocks:
+                tensor[block.block_id] *= -1
 
 
 def poison_unowned_slots(engine: EngineCore) -> None:
@@ -251,5 +254,7 @@ def poison_unowned_slots(engine: EngineCore) -> None:
     assert isinstance(runner, runner_module.ModelRunner)
     for block in engine._scheduler.kv.pool.blocks:
         if block.node is None and block.ref_cnt == 0:
-            for cache in runner.pool.tensors:
-                cache[block.block_id] = float("nan")
+            for tensor in runner.pool.tensors:
+                # Codes stay what they are: their scales are NaN.
+                if tensor.dtype not in LARGEST:
+                    tensor[block.block_id] = float("nan")

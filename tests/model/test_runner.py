@@ -88,15 +88,17 @@ def test_sharing_of_blocks_needs_the_same_weights_dtype_and_layout(tiny: Path, t
     assert model_fingerprint(copy) != fingerprint
 
     namespaces = {
-        cache_namespace(fingerprint, "float32", 16),
-        cache_namespace(fingerprint, "bfloat16", 16),
-        cache_namespace(fingerprint, "float32", 32),
-        cache_namespace(model_fingerprint(other), "float32", 16),
-        cache_namespace(fingerprint, "float32", 16, None, [(0, 2), (1, 3)]),
-        cache_namespace(fingerprint, "float32", 16, None, [(0, 1), (2, 3)]),
+        cache_namespace(fingerprint, "float32", "float32", 16),
+        cache_namespace(fingerprint, "bfloat16", "bfloat16", 16),
+        cache_namespace(fingerprint, "float32", "int8", 16),
+        cache_namespace(fingerprint, "bfloat16", "int8", 16),
+        cache_namespace(fingerprint, "float32", "float32", 32),
+        cache_namespace(model_fingerprint(other), "float32", "float32", 16),
+        cache_namespace(fingerprint, "float32", "float32", 16, None, [(0, 2), (1, 3)]),
+        cache_namespace(fingerprint, "float32", "float32", 16, None, [(0, 1), (2, 3)]),
     }
-    assert len(namespaces) == 6
-    assert cache_namespace(fingerprint, "float32", 16, None, [(0, 1, 2, 3)]) in namespaces
+    assert len(namespaces) == 8
+    assert cache_namespace(fingerprint, "float32", "float32", 16, None, [(0, 1, 2, 3)]) in namespaces
 
 
 def test_a_directory_without_usable_weights_is_refused(tiny: Path, tmp_path: Path) -> None:
