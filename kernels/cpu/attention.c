@@ -31,6 +31,7 @@ typedef struct {
     float key_scales[MAX_BLOCK_KEYS], value_scales[MAX_BLOCK_KEYS];
     element decoded[PANEL_KEYS * MAX_HEAD_DIM];
     int64_t in_order[MAX_BLOCK_KEYS];
+    Decoding decoding;
     float largest[MAX_ROWS], total[MAX_ROWS]; /* score, in powers of two, and sum of weights */
     int64_t slots[2][MAX_BLOCK_KEYS];         /* of a block's keys and of the next one's */
     /* Of a KV head's rows: whose they are, and which keys they see. */
@@ -258,10 +259,10 @@ static void pack_codes(const Attention *a, Scratch *s, const Slots *keys, const 
     for (int64_t begin = 0; begin < keys->count; begin += PANEL_KEYS) {
         const int64_t end = smaller(keys->count, begin + PANEL_KEYS);
         Slots rows = {(const char *)s->decoded, head_dim * (int64_t)sizeof(element), s->in_order, end - begin};
-        decode_rows(a->cache.type, s->decoded, keys, begin, end, head_dim, wanted_keys);
+        decode_rows(&s->decoding, s->decoded, keys, begin, end, head_dim, wanted_keys);
         pack_keys(s->keys + begin / PANEL_KEYS * keys_panel_bytes, &rows, head_dim, &nothing);
         rows.stride = value_dim * (int64_t)sizeof(element);
-        decode_rows(a->cache.type, s->decoded, values, begin, end, value_dim, wanted_values);
+        decode_rows(&s->decoding, s->decoded, values, begin, end, value_dim, wanted_values);
         pack_values(s->values + begin / INPUTS_PER_STEP * STEP_BYTES, values_panel_bytes, &rows, value_dim, &nothing);
     }
 }
@@ -270,8 +271,8 @@ static void pack_codes(const Attention *a, Scratch *s, const Slots *keys, const 
 static void decode_block(const Attention *a, Scratch *s, Slots *keys, Slots *values, const Wanted *wanted_keys,
                          const Wanted *wanted_values) {
     const int64_t head_dim = a->batch->head_dim, value_dim = a->batch->value_dim, count = keys->count;
-    decode_rows(a->cache.type, (element *)s->keys, keys, 0, count, head_dim, wanted_keys);
-    decode_rows(a->cache.type, (element *)s->values, values, 0, count, value_dim, wanted_values);
+    decode_rows(&s->decoding, (element *)s->keys, keys, 0, count, head_dim, wanted_keys);
+    decode_rows(&s->decoding, (element *)s->values, values, 0, count, value_dim, wanted_values);
     *keys = (Slots){s->keys, head_dim * (int64_t)sizeof(element), s->in_order, count};
     *values = (Slots){s->values, value_dim * (int64_t)sizeof(element), s->in_order, count};
 }
@@ -383,8 +384,11 @@ static void merge_parts(const Attention *a, int64_t token) {
 void attend(Worker *w, const Attention *a) {
     const AttentionBatch *b = a->batch;
     Scratch s;
-    for (int64_t i = 0; a->cache.type != PLAIN && i < MAX_BLOCK_KEYS; i++)
-        s.in_order[i] = i;
+    if (a->cache.type != PLAIN) {
+        s.decoding = decoding_of(a->cache.type);
+        for (int64_t i = 0; i < MAX_BLOCK_KEYS; i++)
+            s.in_order[i] = i;
+    }
     Tasks tasks = tasks_of(w, b->num_tasks);
     for (int64_t task; (task = next_task(&tasks)) >= 0;) {
         begin_rows(a, &b->tasks[task], &s);
