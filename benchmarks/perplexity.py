@@ -1,4 +1,5 @@
-"""How well a model foretells a text, in each type and quantization: `python -m benchmarks.perplexity smollm2`.
+"""How well a model foretells a text, in each type and quantization: `python -m benchmarks.perplexity smollm2`,
+with `--kv-cache-dtype auto int8 fp8_e4m3` with each of these caches, too.
 
 The text is cut into contexts, each computed by itself through the engine (`prompt_logprobs`). Perplexity is e to the
 mean negative log-probability of all tokens that something precedes. Fewer bits should raise it by little.
@@ -7,16 +8,20 @@ mean negative log-probability of all tokens that something precedes. Fewer bits 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+import numpy as np
 import transformers
 
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams, resolve_model
+from engine_core.config import KVCacheDtype
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "text" / "engineers_thumb.txt"
 # dtype, and what weights are quantized to
@@ -34,18 +39,17 @@ def contexts_of(token_ids: Sequence[int], num_tokens: int) -> list[list[int]]:
     return [part for part in parts if len(part) > 1]
 
 
-def perplexity(engine: EngineCore, contexts: Sequence[Sequence[int]]) -> float:
-    """Of the contexts' tokens, each given those before it in its context.
-
-    Raises:
-        RuntimeError: the engine failed at one.
-    """
-    logprobs = token_logprobs(engine, contexts)
+def perplexity(logprobs: Sequence[float]) -> float:
+    """Of tokens with these log-probabilities."""
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
 def token_logprobs(engine: EngineCore, contexts: Sequence[Sequence[int]]) -> list[float]:
-    """Of all tokens that something precedes in their contexts; raises as `perplexity`."""
+    """Of all tokens that something precedes, each given those before it in its context.
+
+    Raises:
+        RuntimeError: the engine failed at one.
+    """
     for index, token_ids in enumerate(contexts):
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         engine.add_request(EngineRequest(str(index), list(token_ids), params))
@@ -77,6 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a directory, a .gguf file or a built-in model's name")
     parser.add_argument("--quantization", choices=VARIANTS, nargs="+", default=list(VARIANTS))
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), nargs="+", default=["auto"])
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--context", type=int, default=1024, metavar="TOKENS")
     parser.add_argument("--decode-tokens", type=int, default=64, help="for the speed of decodes; 0: do not measure it")
@@ -88,24 +93,31 @@ def main() -> int:
     contexts = contexts_of(tokenizer(arguments.text.read_text()).input_ids, arguments.context)
     print(f"{arguments.text.name}: {sum(map(len, contexts))} tokens in {len(contexts)} contexts", file=sys.stderr)
     results = {}
-    print("| | perplexity | decode of 1, ms | of 8, ms |\n| --- | --- | --- | --- |")
-    for name in arguments.quantization:
+    first: np.ndarray | None = None
+    columns = ["perplexity", "from the first: mean", "99 % below", "largest", "decode of 1, ms", "of 8, ms"]
+    print(f"| | cache | {' | '.join(columns)} |\n{'| --- ' * (2 + len(columns))}|")
+    for name, kv_cache_dtype in itertools.product(arguments.quantization, arguments.kv_cache_dtype):
         dtype, quantization = VARIANTS[name]
         engine = EngineCore(
             EngineConfig(
                 model=str(model.path),
                 dtype=dtype,
                 quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
                 device="cpu",
                 kv_cache_memory_bytes=1 << 30,
                 enable_prefix_caching=False,
             )
         )
-        found = {"perplexity": perplexity(engine, contexts)}
+        logprobs = token_logprobs(engine, contexts)
+        first = np.array(logprobs) if first is None else first
+        apart = np.abs(np.array(logprobs) - first)
+        found = {"perplexity": perplexity(logprobs), "mean": apart.mean(), "p99": np.quantile(apart, 0.99)}
+        found["largest"] = apart.max()
         if arguments.decode_tokens:
             found |= {f"decode_ms_{rows}": decode_ms(engine, rows, arguments.decode_tokens) for rows in (1, 8)}
-        results[name] = found
-        print(f"| {name} | " + " | ".join(f"{value:.2f}" for value in found.values()) + " |", flush=True)
+        results[f"{name}, {kv_cache_dtype}"] = found
+        print(f"| {name} | {kv_cache_dtype} | {' | '.join(f'{value:.3f}' for value in found.values())} |", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     return 0

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.perplexity import TEXT, contexts_of, perplexity
+from benchmarks.perplexity import TEXT, contexts_of, perplexity, token_logprobs
 from engine_core import EngineConfig, EngineCore, InvalidConfigError
 from engine_core.model.loader import load_config, load_model
 from engine_core.model.passes import apply_passes
@@ -62,7 +62,7 @@ def test_perplexity_grows_by_little(smollm2: Path) -> None:
 
     def measured(quantization: str | None) -> float:
         config = config_of(smollm2, dtype="auto", quantization=quantization, num_blocks=128)
-        return perplexity(EngineCore(config), contexts)
+        return perplexity(token_logprobs(EngineCore(config), contexts))
 
     unquantized = measured(None)
     assert measured("int8") < unquantized * 1.01
