@@ -2,7 +2,8 @@
 with `--kv-cache-dtype auto int8 fp8_e4m3` with each of these caches, too.
 
 The text is cut into contexts, each computed by itself through the engine (`prompt_logprobs`). Perplexity is e to the
-mean negative log-probability of all tokens that something precedes. Fewer bits should raise it by little.
+mean negative log-probability of all tokens that something precedes. Where the tokenizer puts something before a text
+(BOS), every context begins with it. Fewer bits should raise it by little.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ VARIANTS = {
 }
 
 
-def contexts_of(token_ids: Sequence[int], num_tokens: int) -> list[list[int]]:
-    """`token_ids` in parts of so many; a last one of a single token, which says nothing, is left out."""
-    parts = [list(token_ids[start : start + num_tokens]) for start in range(0, len(token_ids), num_tokens)]
-    return [part for part in parts if len(part) > 1]
+def contexts_of(token_ids: Sequence[int], num_tokens: int, before: Sequence[int] = ()) -> list[list[int]]:
+    """Contexts of so many tokens: `before`, and a part of `token_ids`. A single one says nothing and is left out."""
+    step = num_tokens - len(before)
+    contexts = [[*before, *token_ids[start : start + step]] for start in range(0, len(token_ids), step)]
+    return [context for context in contexts if len(context) > 1]
 
 
 def perplexity(logprobs: Sequence[float]) -> float:
@@ -90,7 +92,8 @@ def main() -> int:
 
     model = resolve_model(arguments.model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model.path, local_files_only=True)
-    contexts = contexts_of(tokenizer(arguments.text.read_text()).input_ids, arguments.context)
+    token_ids = tokenizer(arguments.text.read_text(), add_special_tokens=False).input_ids
+    contexts = contexts_of(token_ids, arguments.context, before=tokenizer("").input_ids)
     print(f"{arguments.text.name}: {sum(map(len, contexts))} tokens in {len(contexts)} contexts", file=sys.stderr)
     results = {}
     first: np.ndarray | None = None
