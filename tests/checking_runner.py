@@ -210,12 +210,14 @@ class CheckingRunner:
         seen = self._what_pictures_decide(request)
         token_ids = self._tokens_of(entry)
         for position in range(len(digests), entry.end):
-            covering = tuple(
-                (span.kind, span.key, position - span.start)
+            covering = sorted(
+                (span.kind, repr(span.key), position - span.start)
                 for span in request.extra_key_spans
                 if span.start <= position and (span.end is None or position < span.end)
             )
-            digests.append(hash((digests[-1] if digests else 0, token_ids[position], covering, seen.get(position))))
+            digests.append(
+                hash((digests[-1] if digests else 0, token_ids[position], tuple(covering), seen.get(position)))
+            )
         return digests
 
     def _what_pictures_decide(self, request: Request) -> dict[int, object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -52,10 +52,14 @@ def check_short_cuts(scheduler: Scheduler) -> list[int]:
 class Workload:
     """One engine with random settings, driven at random; remembers what every request should have produced."""
 
+    block_sizes: Sequence[int] = (1, 2, 4, 16)
+    runner_class = CheckingRunner
+
     def __init__(self, rng: random.Random, policy: str) -> None:
         self.rng = rng
-        block_size = rng.choice([1, 2, 4, 16])
-        num_blocks = rng.randint(4, 40)
+        block_size = rng.choice(self.block_sizes)
+        windows = self.windows()
+        num_blocks = rng.randint(4, 40) * len(windows)
         max_num_seqs = rng.randint(1, 8)
         chunked = rng.random() < 0.8
         config = EngineConfig(
@@ -76,8 +80,13 @@ class Workload:
             async_scheduling=rng.random() < 0.5,
         )
         self.config = msgspec.structs.replace(config, **self.more_settings())
-        self.runner = CheckingRunner(
-            num_blocks, block_size, vocab_size=VOCAB, max_model_len=100, multimodal=self.multimodal()
+        self.runner = self.runner_class(
+            num_blocks,
+            block_size,
+            vocab_size=VOCAB,
+            max_model_len=100,
+            multimodal=self.multimodal(),
+            windows=windows,
         )
         self.engine = EngineCore(self.config, self.runner)
         self.short_cuts = check_short_cuts(self.engine._scheduler)
@@ -91,6 +100,9 @@ class Workload:
 
     def multimodal(self) -> MultimodalInfo | None:
         return None
+
+    def windows(self) -> tuple[int | None, ...]:
+        return (None,)
 
     def add(self) -> None:
         rng, room = self.rng, self.engine.capabilities.max_model_len

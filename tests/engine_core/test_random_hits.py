@@ -1,0 +1,129 @@
+"""Random workloads whose every hit is compared with that of `slow_cache`, and every slot and output checked.
+
+Some tens in the usual run; a thousand with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine_core import EngineOverloadedError, EngineRequest, SamplingParams
+from ipc.messages import ExtraKeySpan
+from tests.engine_core.slow_cache import WatchedRunner, watch
+from tests.engine_core.test_random_operations import VOCAB, Workload
+
+POLICIES = ["fcfs", "priority"]
+
+WINDOWS: Sequence[tuple[int | None, ...]] = ((None,), (None,), (None,), (8,), (None, 8), (None, 6, 6, 13))
+SPANS = (
+    ExtraKeySpan(0, None, "lora", "a"),
+    ExtraKeySpan(0, None, "lora", "b"),
+    ExtraKeySpan(0, 1, "cache_salt", "a"),
+    ExtraKeySpan(0, 1, "cache_salt", "lora"),
+    ExtraKeySpan(5, 6, "cache_salt", "b"),
+    ExtraKeySpan(3, 9, "mm", "cat"),
+    ExtraKeySpan(3, 9, "mm", "dog"),
+    ExtraKeySpan(4, 9, "mm", "cat"),
+    ExtraKeySpan(10, 14, "mm", "cat"),
+    ExtraKeySpan(6, 8, "prompt_embeds", b"cat"),
+    ExtraKeySpan(7, 11, "of another frontend", "a"),
+    ExtraKeySpan(7, 13, "of another frontend", "a"),
+)
+# Of salts the peer's layout has no place, so in it these are equal to others.
+MORE_SALTS = (ExtraKeySpan(5, 6, "cache_salt", "a"), ExtraKeySpan(6, 7, "cache_salt", "b"))
+
+
+class HitsWorkload(Workload):
+    """Prompts that part from each other anywhere, with other extra keys anywhere, in an engine that is watched."""
+
+    block_sizes = (1, 2, 3, 4, 5, 8)
+    runner_class = WatchedRunner
+
+    def __init__(self, rng: random.Random, policy: str) -> None:
+        super().__init__(rng, policy)
+        self.cache = watch(self.engine)
+
+    def more_settings(self) -> dict[str, Any]:
+        rng = self.rng
+        return {
+            "prefix_match_unit": rng.choice(["token", "token", "block"]),
+            "prefix_caching_hash_algo": rng.choice(["sha256", "sha256", "sha256_cbor", "xxhash"]),
+        }
+
+    def windows(self) -> tuple[int | None, ...]:
+        return self.rng.choice(WINDOWS)
+
+    def add(self) -> None:
+        rng, room = self.rng, self.engine.capabilities.max_model_len
+        if room < 2:
+            return
+        prompt = self.some_prompt()[: room - 1]
+        request = EngineRequest(
+            f"r{self.num_added}",
+            prompt,
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=min(rng.choice([1, 2, 5, 12, room]), room),
+                n=rng.choice([1, 1, 1, 1, 2, 3]),
+                prompt_logprobs=rng.choice([None] * 15 + [0]),
+            ),
+            self.some_spans(len(prompt)),
+            priority=rng.randrange(3),
+            arrival_time_s=float(self.num_added),
+            read_prefix_cache=rng.random() < 0.95,
+        )
+        self.num_added += 1
+        try:
+            self.engine.add_request(request)
+        except EngineOverloadedError:
+            return
+        self.remember(request)
+
+    def some_prompt(self) -> list[int]:
+        """Something seen before up to anywhere, and tokens that were seen there before, too, or not."""
+        rng = self.rng
+        prompt: list[int] = []
+        if self.prompts and rng.random() < 0.85:
+            request_id = rng.choice(list(self.prompts)[-8:])
+            prompt = self.prompts[request_id] + self.produced[request_id]
+            if rng.random() < 0.7:
+                prompt = prompt[: rng.randint(0, len(prompt))]
+        return prompt + rng.choices(range(3), k=rng.choice([1, 1, 2, 3, 7, 20]))
+
+    def some_spans(self, num_prompt_tokens: int) -> tuple[ExtraKeySpan, ...]:
+        rng = self.rng
+        is_peers = self.config.prefix_caching_hash_algo.endswith("_cbor")
+        spans = rng.sample(SPANS if is_peers else SPANS + MORE_SALTS, k=rng.choice([0, 0, 0, 0, 1, 1, 2, 3]))
+        # Only pictures of the very same span are told apart by the sender's order.
+        spans.sort(key=lambda span: span.kind == "mm" and SPANS.index(span) + 1)
+        return tuple(span for span in spans if span.start < num_prompt_tokens)
+
+
+def run_workloads(policy: str, rounds: range, make: type[HitsWorkload] = HitsWorkload) -> Counter[str]:
+    """What happened in them."""
+    happened: Counter[str] = Counter()
+    for round_ in rounds:
+        workload = make(random.Random(f"{policy} {round_}"), policy)
+        try:
+            workload.run(100)
+        except BaseException as error:
+            error.add_note(f"round {round_} of policy {policy!r}: {workload.config}, {workload.runner.info}")
+            raise
+        happened += Counter({name: value for name, value in vars(workload.cache).items() if name.startswith("num_")})
+        happened += Counter(
+            preemptions=workload.engine.stats().preemptions,
+            failed_steps=workload.engine.stats().failed_steps,
+            ahead=workload.runner.num_ahead,
+        )
+    return happened
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hits_are_as_long_as_they_can_be_and_never_longer(policy: str):
+    happened = run_workloads(policy, range(20))
+    print(happened)
