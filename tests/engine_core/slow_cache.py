@@ -60,12 +60,14 @@ class SlowCache:
     """
 
     def __init__(self, engine: EngineCore) -> None:
+        """`allows_shorter_hits` may be set where hashes collide."""
         self.engine = engine
         self.kv = engine._scheduler.kv
         self.block_size = engine.config.block_size
         self.windows = engine.runner.info.windows
         num_blocks = engine.runner.info.num_blocks
         self.num_admissions = self.num_partial_hits = self.num_full_hits = self.num_dropped = self.num_in_step = 0
+        self.allows_shorter_hits = False
         self._ids: dict[object, PrefixId] = {}
         # Per block: the group it is of, and what its first slots hold for certain, and at most.
         self._group = [0] * num_blocks
@@ -199,11 +201,11 @@ class SlowCache:
         )
         if start == lookup.shared_with_parent:
             return
-        if lookup.shared_with_parent is not None and self.windows == (None,):
+        if lookup.shared_with_parent is not None and self.windows == (None,) and not self.allows_shorter_hits:
             raise WrongHitError(f"{entry.request} found {start} tokens of the {lookup} that its parent has")
         if start > lookup.most:
             raise WrongHitError(f"{entry.request} found {start} tokens, but there are only {lookup.most}: {lookup}")
-        if start < lookup.least:
+        if start < lookup.least and not self.allows_shorter_hits:
             if not lookup.may_lack_room or not lookup.least_blocks <= start <= lookup.most_blocks:
                 raise WrongHitError(f"{entry.request} found {start} tokens of {lookup.least}: {lookup}")
             self.num_dropped += 1

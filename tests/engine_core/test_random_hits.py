@@ -19,7 +19,16 @@ from tests.engine_core.test_random_operations import VOCAB, Workload
 
 POLICIES = ["fcfs", "priority"]
 
-WINDOWS: Sequence[tuple[int | None, ...]] = ((None,), (None,), (None,), (8,), (None, 8), (None, 6, 6, 13))
+WINDOWS: Sequence[tuple[int | None, ...]] = (
+    (None,),
+    (None,),
+    (None,),
+    (3,),
+    (8,),
+    (None, 8),
+    (2, None),
+    (None, 6, 6, 13),
+)
 SPANS = (
     ExtraKeySpan(0, None, "lora", "a"),
     ExtraKeySpan(0, None, "lora", "b"),
@@ -102,6 +111,26 @@ class HitsWorkload(Workload):
         # Only pictures of the very same span are told apart by the sender's order.
         spans.sort(key=lambda span: span.kind == "mm" and SPANS.index(span) + 1)
         return tuple(span for span in spans if span.start < num_prompt_tokens)
+
+
+class CutHash:
+    """A hash of which only so many bits are left."""
+
+    def __init__(self, whole: Any, num_bits: int) -> None:
+        self.whole, self.num_bits = whole, num_bits
+
+    def digest(self) -> bytes:
+        return bytes([self.whole.digest()[0] % (1 << self.num_bits)])
+
+
+class CollidingWorkload(HitsWorkload):
+    """Different blocks have equal hashes all the time, which may cost hits."""
+
+    def __init__(self, rng: random.Random, policy: str) -> None:
+        super().__init__(rng, policy)
+        self.cache.allows_shorter_hits = True
+        whole, num_bits = self.engine._hasher._hash, rng.choice([0, 1, 2, 2, 2, 4])
+        self.engine._hasher._hash = lambda data: CutHash(whole(data), num_bits)
 
 
 def run_workloads(policy: str, rounds: range, make: type[HitsWorkload] = HitsWorkload) -> Counter[str]:
