@@ -10,6 +10,7 @@ slot holds a token from when a step that wrote it, or copied it, has run.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +33,7 @@ class WrongHitError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What a request may find: at least `least`, at most `most` tokens; `least_blocks` to `most_blocks` in whole blocks.
+    """What a request may find: `least` to `most` tokens, and `least_blocks` to `most_blocks` in whole blocks.
 
     The bounds differ where a step has written slots of a request that was ended while it ran, and where the groups'
     blocks of one beginning are those of several requests: nobody has to know that.
@@ -49,24 +50,22 @@ class Lookup:
 
 
 class SlowCache:
-    """Counts what it has seen, so that a test can tell that something happened.
+    """Compares the hits of `engine` with its own; nothing is cached yet.
 
     Attributes:
-        num_admissions: how many hits were compared.
-        num_partial_hits: those that ended within a block.
-        num_full_hits: those of all but the last token by reference.
-        num_dropped: partial hits given up for want of a block.
-        num_in_step: hits that shared a block written in the same step.
+        allows_shorter_hits: where hashes collide, hits may be lost.
+        happened: how often: `admissions`; of those `partial_hits`, which end within a block, `full_hits` of all but the
+            last token by reference, `hits_of_the_same_step`, which share a block that it writes, `hits_in_windows`, of
+            which some blocks were not needed; `dropped_partial_hits` for want of room, `lost_hits`.
     """
 
     def __init__(self, engine: EngineCore) -> None:
-        """`allows_shorter_hits` may be set where hashes collide."""
         self.engine = engine
         self.kv = engine._scheduler.kv
         self.block_size = engine.config.block_size
         self.windows = engine.runner.info.windows
         num_blocks = engine.runner.info.num_blocks
-        self.num_admissions = self.num_partial_hits = self.num_full_hits = self.num_dropped = self.num_in_step = 0
+        self.happened: Counter[str] = Counter()
         self.allows_shorter_hits = False
         self._ids: dict[object, PrefixId] = {}
         # Per block: the group it is of, and what its first slots hold for certain, and at most.
@@ -159,14 +158,22 @@ class SlowCache:
         for group, blocks in enumerate(table.block_tables):
             for place, block in enumerate(blocks[lengths[group] :]):
                 self._group[block] = group
-                self._owner[block] = (id(table), lengths[group] + place)
+                self._owner[block] = (table, lengths[group] + place)
                 self._least[block], self._most[block] = [], []
                 self._times_taken[block] += 1
                 self._filled_in_step.pop(block, None)
             first = max(table.num_shared_blocks, start // self.block_size)
             for index in range(first, min(end, request.num_tokens) // self.block_size):
-                self._filled_in_step[blocks[index]] = (request, table, ids[(index + 1) * self.block_size - 1])
+                if self.is_kept(request, group, index):
+                    self._filled_in_step[blocks[index]] = (request, table, ids[(index + 1) * self.block_size - 1])
         self._known_tables[request.request_id] = (table, [len(blocks) for blocks in table.block_tables])
+
+    def is_kept(self, request: Request, group: int, index: int) -> bool:
+        """Whether block `index` is to be found once it is full."""
+        if self.windows[group] is None or self.engine.config.window_retention == "all":
+            return True
+        end = (request.num_prompt_tokens - 1) // self.block_size
+        return self._first_seen(group, end * self.block_size) // self.block_size <= index < end
 
     def forget(self) -> None:
         """The cache was reset."""
@@ -189,14 +196,17 @@ class SlowCache:
 
     def _compare(self, entry: ScheduledRequest, lookup: Lookup) -> None:
         start, num_tokens = entry.start, entry.request.num_tokens
-        self.num_admissions += 1
+        self.happened["admissions"] += 1
         is_whole = entry.num_shared_blocks * self.block_size == num_tokens and start == num_tokens - 1
-        self.num_full_hits += is_whole
-        self.num_partial_hits += not is_whole and start % self.block_size > 0
+        self.happened["full_hits"] += is_whole
+        self.happened["partial_hits"] += not is_whole and start % self.block_size > 0
         if not is_whole and entry.num_shared_blocks != start // self.block_size:
             raise WrongHitError(f"{entry.request} starts at {start} behind {entry.num_shared_blocks} shared blocks")
+        self.happened["hits_in_windows"] += any(
+            self._first_seen(group, start) >= self.block_size for group in range(len(self.windows))
+        )
         filled = {block for block, _ in self._filled_in_step_now()}
-        self.num_in_step += any(
+        self.happened["hits_of_the_same_step"] += any(
             block in filled for table in entry.block_tables for block in table[: entry.num_shared_blocks]
         )
         if start == lookup.shared_with_parent:
@@ -205,10 +215,14 @@ class SlowCache:
             raise WrongHitError(f"{entry.request} found {start} tokens of the {lookup} that its parent has")
         if start > lookup.most:
             raise WrongHitError(f"{entry.request} found {start} tokens, but there are only {lookup.most}: {lookup}")
-        if start < lookup.least and not self.allows_shorter_hits:
-            if not lookup.may_lack_room or not lookup.least_blocks <= start <= lookup.most_blocks:
-                raise WrongHitError(f"{entry.request} found {start} tokens of {lookup.least}: {lookup}")
-            self.num_dropped += 1
+        if start >= lookup.least:
+            return
+        if lookup.may_lack_room and lookup.least_blocks <= start <= lookup.most_blocks:
+            self.happened["dropped_partial_hits"] += 1
+        elif self.allows_shorter_hits:
+            self.happened["lost_hits"] += 1
+        else:
+            raise WrongHitError(f"{entry.request} found {start} tokens of {lookup.least}: {lookup}")
 
     # What there is.
 
@@ -280,11 +294,11 @@ class PendingStep:
         self._cache = cache
         self._filled = dict(cache._filled_in_step)
         copied = {copy.target: copy for copy in copies}
-        # Request, its table, block, how often that was taken, first position, number of tokens.
-        self._writes: list[tuple[Request, Any, int, int, int, int]] = []
+        # Request, its table, group, block, how often that was taken, first position, number of tokens.
+        self._writes: list[tuple[Request, Any, int, int, int, int, int]] = []
         for entry in batch:
             table = cache.kv.tables[entry.request.request_id]
-            for blocks in entry.block_tables:
+            for group, blocks in enumerate(entry.block_tables):
                 for index in range(entry.start // cache.block_size, -(-entry.end // cache.block_size)):
                     if index < entry.num_shared_blocks:
                         continue
@@ -293,11 +307,12 @@ class PendingStep:
                     end = min(entry.end, (index + 1) * cache.block_size)
                     if first == entry.start and block in copied and not cache._least[block]:
                         first -= copied[block].num_slots
-                    self._writes.append((entry.request, table, block, cache._times_taken[block], first, end - first))
+                    times_taken = cache._times_taken[block]
+                    self._writes.append((entry.request, table, group, block, times_taken, first, end - first))
 
     def completed(self) -> None:
         cache = self._cache
-        for request, table, block, times_taken, first, num_tokens in self._writes:
+        for request, table, group, block, times_taken, first, num_tokens in self._writes:
             if cache._times_taken[block] != times_taken:
                 continue
             ids = cache.prefix_ids(request)[first : first + num_tokens]
@@ -305,6 +320,10 @@ class PendingStep:
             for slots in (cache._least, cache._most) if is_unended else (cache._most,):
                 if len(slots[block]) == first % cache.block_size:
                     slots[block] += ids
+                if len(slots[block]) == cache.block_size and not cache.is_kept(
+                    request, group, first // cache.block_size
+                ):
+                    slots[block] = []
         self.failed()
 
     def failed(self) -> None:

@@ -1,6 +1,6 @@
 """Random workloads whose every hit is compared with that of `slow_cache`, and every slot and output checked.
 
-Some tens in the usual run; a thousand with `-m slow`.
+Some tens of each kind in the usual run; a thousand with `-m slow`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from engine_core import EngineOverloadedError, EngineRequest, SamplingParams
 from ipc.messages import ExtraKeySpan
 from tests.engine_core.slow_cache import WatchedRunner, watch
-from tests.engine_core.test_random_operations import VOCAB, Workload
+from tests.engine_core.test_random_operations import Workload
 
 POLICIES = ["fcfs", "priority"]
 
@@ -62,6 +62,8 @@ class HitsWorkload(Workload):
         return {
             "prefix_match_unit": rng.choice(["token", "token", "block"]),
             "prefix_caching_hash_algo": rng.choice(["sha256", "sha256", "sha256_cbor", "xxhash"]),
+            "prefix_caching_hash_seed": "1",
+            "window_retention": rng.choice(["all", "all", "prompt_tail"]),
         }
 
     def windows(self) -> tuple[int | None, ...]:
@@ -143,16 +145,42 @@ def run_workloads(policy: str, rounds: range, make: type[HitsWorkload] = HitsWor
         except BaseException as error:
             error.add_note(f"round {round_} of policy {policy!r}: {workload.config}, {workload.runner.info}")
             raise
-        happened += Counter({name: value for name, value in vars(workload.cache).items() if name.startswith("num_")})
+        stats = workload.engine.stats()
+        happened += workload.cache.happened
         happened += Counter(
-            preemptions=workload.engine.stats().preemptions,
-            failed_steps=workload.engine.stats().failed_steps,
-            ahead=workload.runner.num_ahead,
+            preemptions=stats.preemptions, failed_steps=stats.failed_steps, steps_ahead=workload.runner.num_ahead
         )
     return happened
 
 
+# Without these a run has shown nothing.
+EVENTS = {
+    "admissions",
+    "partial_hits",
+    "full_hits",
+    "hits_of_the_same_step",
+    "hits_in_windows",
+    "dropped_partial_hits",
+    "preemptions",
+    "failed_steps",
+    "steps_ahead",
+}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hits_are_as_long_as_they_can_be_and_never_longer(policy: str):
-    happened = run_workloads(policy, range(20))
-    print(happened)
+    happened = run_workloads(policy, range(25))
+    assert happened.keys() >= EVENTS
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_colliding_hashes_cost_hits_and_never_an_output(policy: str):
+    happened = run_workloads(policy, range(25), CollidingWorkload)
+    assert happened.keys() >= EVENTS | {"lost_hits"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [HitsWorkload, CollidingWorkload])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_thousand_workloads(policy: str, make: type[HitsWorkload]):
+    assert run_workloads(policy, range(1000), make).keys() >= EVENTS
