@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import zip_longest
 from typing import NamedTuple
 
 from ipc.messages import ExtraKeySpan
@@ -19,10 +19,10 @@ from .token_bytes import TOKEN_BYTES, token_id_bytes
 
 
 class KeySpan(NamedTuple):
-    """Spans of one kind over the same tokens, relative to the block's first token; `end` is cut at the content's end.
+    """A span, relative to the block's first token; `end` is cut at the content's end.
 
-    A picture's key decides how long it is, so that its end is not compared: it stands at the content's end. `keys` are
-    in the order in which they are hashed.
+    Pictures that start together are one, with their `keys` in order. A picture's key decides how long it is, so that
+    its end is not compared: it stands at the content's end.
     """
 
     kind: str
@@ -78,14 +78,15 @@ def _with_spans(tokens: Content, overlapping: Iterable[ExtraKeySpan], start: int
     assert isinstance(tokens, bytes)
     num_tokens = len(tokens) // TOKEN_BYTES
 
-    def place(span: ExtraKeySpan) -> tuple[str, int, int]:
+    spans: list[KeySpan] = []
+    for span in overlapping:
+        first = span.start - start
         end = num_tokens if span.end is None or span.kind == "mm" else min(span.end - start, num_tokens)
-        return span.kind, span.start - start, end
-
-    spans = tuple(
-        KeySpan(*where, tuple(span.key for span in together)) for where, together in groupby(overlapping, place)
-    )
-    return KeyedContent(tokens, spans) if spans else tokens
+        keys: tuple[str | bytes, ...] = (span.key,)
+        if span.kind == "mm" and spans and (spans[-1].kind, spans[-1].start) == ("mm", first):
+            keys = spans.pop().keys + keys
+        spans.append(KeySpan(span.kind, first, end, keys))
+    return KeyedContent(tokens, tuple(spans)) if spans else tokens
 
 
 def num_common_tokens(one: Content, other: Content) -> int:
@@ -103,16 +104,22 @@ def num_common_tokens(one: Content, other: Content) -> int:
 
 
 def _first_difference(one: Sequence[KeySpan], other: Sequence[KeySpan]) -> int:
-    """The first token that spans of only one side cover."""
-    one_ends, other_ends = ({(span.kind, span.start, span.keys): span.end for span in spans} for spans in (one, other))
+    """The first token that is not covered by equal spans on both sides."""
+    one_ends, other_ends = _ends(one), _ends(other)
     first = _NOWHERE
     for where in one_ends.keys() | other_ends.keys():
-        if where in one_ends and where in other_ends:
-            if one_ends[where] != other_ends[where]:
-                first = min(first, one_ends[where], other_ends[where])
-        else:
-            first = min(first, max(0, where[1]))
+        # As if all that are missing ended before they began: of equal spans there may be several.
+        ends = zip_longest(one_ends.get(where, ()), other_ends.get(where, ()), fillvalue=max(0, where[1]))
+        first = min([first, *(min(pair) for pair in ends if pair[0] != pair[1])])
     return first
+
+
+def _ends(spans: Sequence[KeySpan]) -> dict[tuple[str, int, tuple[str | bytes, ...]], list[int]]:
+    """Where spans end that start together and have equal keys, the last one first."""
+    ends: dict[tuple[str, int, tuple[str | bytes, ...]], list[int]] = {}
+    for span in reversed(spans):
+        ends.setdefault((span.kind, span.start, span.keys), []).append(span.end)
+    return ends
 
 
 def sort_bytes(content: Content) -> bytes:

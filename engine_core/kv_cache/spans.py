@@ -6,21 +6,23 @@ from collections.abc import Sequence
 
 from ipc.messages import ExtraKeySpan
 
+_NEVER = 1 << 62
 _KIND_ORDER = {"lora": 0, "mm": 1, "cache_salt": 2, "prompt_embeds": 3}
 
 
-def hashing_order(span: ExtraKeySpan) -> tuple[int, str, int, int, bool, bytes]:
-    """The order of extra keys within a block: by kind, then by position, so senders need not sort.
+def hashing_order(span: ExtraKeySpan) -> tuple[int, str, int, bool, bytes, int]:
+    """The order of extra keys within a block: by kind, then by where they start, so senders need not sort.
 
     Except for pictures of the same span, whose order is the sender's: where pictures that touch see each other, a cat
-    beside a dog is not a dog beside a cat.
+    beside a dog is not a dog beside a cat. Where other spans end decides last, so that a block's identity does not
+    depend on which of them goes on longer behind it.
     """
     is_bytes = isinstance(span.key, bytes)
     key = span.key if isinstance(span.key, bytes) else span.key.encode()
     if span.kind == "mm":
         is_bytes, key = False, b""
     kind_rank = _KIND_ORDER.get(span.kind, len(_KIND_ORDER))
-    return kind_rank, span.kind, span.start, -1 if span.end is None else span.end, is_bytes, key
+    return kind_rank, span.kind, span.start, is_bytes, key, _NEVER if span.end is None else span.end
 
 
 def spans_by_block(

@@ -320,10 +320,11 @@ class PendingStep:
             for slots in (cache._least, cache._most) if is_unended else (cache._most,):
                 if len(slots[block]) == first % cache.block_size:
                     slots[block] += ids
-                if len(slots[block]) == cache.block_size and not cache.is_kept(
-                    request, group, first // cache.block_size
-                ):
-                    slots[block] = []
+            is_full = len(cache._most[block]) == cache.block_size
+            if is_full and not cache.is_kept(request, group, first // cache.block_size):
+                cache._least[block] = []
+                if is_unended:
+                    cache._most[block] = []
         self.failed()
 
     def failed(self) -> None:

@@ -42,6 +42,8 @@ SPANS = (
     ExtraKeySpan(6, 8, "prompt_embeds", b"cat"),
     ExtraKeySpan(7, 11, "of another frontend", "a"),
     ExtraKeySpan(7, 13, "of another frontend", "a"),
+    ExtraKeySpan(7, 12, "of another frontend", "b"),
+    ExtraKeySpan(7, None, "of another frontend", "b"),
 )
 # Of salts the peer's layout has no place, so in it these are equal to others.
 MORE_SALTS = (ExtraKeySpan(5, 6, "cache_salt", "a"), ExtraKeySpan(6, 7, "cache_salt", "b"))
