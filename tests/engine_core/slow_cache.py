@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_core import EngineCore
+from engine_core.kv_cache.block_table import BlockTable
 from engine_core.request import Request, RequestStatus
 from engine_core.runner import LaunchedStep, ScheduledRequest, SlotCopy, StepResult
 from engine_core.step import Step
@@ -35,8 +36,9 @@ class WrongHitError(BaseException):
 class Lookup:
     """What a request may find: `least` to `most` tokens, and `least_blocks` to `most_blocks` in whole blocks.
 
-    The bounds differ where a step has written slots of a request that was ended while it ran, and where the groups'
-    blocks of one beginning are those of several requests: nobody has to know that.
+    The bounds differ where a step has written slots of a request that was ended while it ran, where the groups'
+    blocks of one beginning are those of several requests, and where a request fills a block while the one before it has
+    left its window and the cache: nobody has to know that.
 
     `shared_with_parent` is what another continuation of a prompt gets from the first, which still runs.
     """
@@ -70,12 +72,12 @@ class SlowCache:
         self._ids: dict[object, PrefixId] = {}
         # Per block: the group it is of, and what its first slots hold for certain, and at most.
         self._group = [0] * num_blocks
-        self._owner: list[object] = [None] * num_blocks
+        self._owner: list[tuple[BlockTable, int] | None] = [None] * num_blocks
         self._least: list[list[PrefixId]] = [[] for _ in range(num_blocks)]
         self._most: list[list[PrefixId]] = [[] for _ in range(num_blocks)]
         self._times_taken = [0] * num_blocks
-        self._known_tables: dict[str, tuple[Any, list[int]]] = {}
-        self._filled_in_step: dict[int, tuple[Request, Any, PrefixId]] = {}
+        self._known_tables: dict[str, tuple[BlockTable | None, list[int]]] = {}
+        self._filled_in_step: dict[int, tuple[Request, BlockTable, PrefixId]] = {}
         self._lookups: dict[str, Lookup] = {}
 
     def prefix_ids(self, request: Request) -> list[PrefixId]:
@@ -142,11 +144,22 @@ class SlowCache:
     def _least_sources(self) -> Sources:
         """What can be copied, by whose beginning of a block it is: one prefix's, or one request's."""
         sources: Sources = {}
+        cached = {holds[-1] for holds in self._least if len(holds) == self.block_size}
         for block, holds in enumerate(self._least):
-            whose = holds[-1] if len(holds) == self.block_size else self._owner[block]
+            owner, is_full = self._owner[block], len(holds) == self.block_size
+            if not is_full and owner is not None and self._is_cut_off(*owner, cached):
+                continue
+            whose = holds[-1] if is_full else owner
             for held in holds:
                 sources.setdefault(held, {}).setdefault(whose, set()).add(self._group[block])
         return sources
+
+    def _is_cut_off(self, table: BlockTable, index: int, cached: set[PrefixId]) -> bool:
+        """Whether a request that runs on has filled block `index` in part while nobody has the block before it."""
+        request = table.request
+        if index == 0 or self.kv.tables.get(request.request_id) is not table:
+            return False
+        return self.prefix_ids(request)[index * self.block_size - 1] not in cached
 
     def allocated(self, request: Request, start: int, end: int) -> None:
         """`request` got slots for `[start, end)`: whatever was in the blocks that are new in its tables is gone."""
@@ -239,7 +252,7 @@ class SlowCache:
             and parent.num_preemptions == 0
         )
 
-    def _filled_in_step_now(self) -> Iterator[tuple[int, tuple[Request, Any, PrefixId]]]:
+    def _filled_in_step_now(self) -> Iterator[tuple[int, tuple[Request, BlockTable, PrefixId]]]:
         for block, filled in self._filled_in_step.items():
             request, table, _ = filled
             if self.kv.tables.get(request.request_id) is table:
@@ -295,7 +308,7 @@ class PendingStep:
         self._filled = dict(cache._filled_in_step)
         copied = {copy.target: copy for copy in copies}
         # Request, its table, group, block, how often that was taken, first position, number of tokens.
-        self._writes: list[tuple[Request, Any, int, int, int, int, int]] = []
+        self._writes: list[tuple[Request, BlockTable, int, int, int, int, int]] = []
         for entry in batch:
             table = cache.kv.tables[entry.request.request_id]
             for group, blocks in enumerate(entry.block_tables):
