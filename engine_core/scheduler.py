@@ -289,8 +289,8 @@ class Scheduler:
             num_spare_blocks=self._num_spare_blocks,
         )
         if allocated is None:
-            # The block that is copied from takes room as well.
-            if hit.tail is None:
+            # Free blocks that are copied from take room as well.
+            if hit.tail is None or all(block.ref_cnt > 0 for block in hit.tail.blocks):
                 return None
             return self._admit(step, request, self.kv.get_computed_blocks(request, whole_blocks_only=True), budget)
         features: Sequence[EncodedFeature] = ()

@@ -37,8 +37,8 @@ class Lookup:
     """What a request may find: `least` to `most` tokens, and `least_blocks` to `most_blocks` in whole blocks.
 
     The bounds differ where a step has written slots of a request that was ended while it ran, where the groups'
-    blocks of one beginning are those of several requests, and where a request fills a block while the one before it has
-    left its window and the cache: nobody has to know that.
+    blocks of one beginning are those of several requests, and where a request fills a block and has given up the one
+    before it, as with windows smaller than a block: nobody has to know that.
 
     `shared_with_parent` is what another continuation of a prompt gets from the first, which still runs.
     """
@@ -144,22 +144,25 @@ class SlowCache:
     def _least_sources(self) -> Sources:
         """What can be copied, by whose beginning of a block it is: one prefix's, or one request's."""
         sources: Sources = {}
-        cached = {holds[-1] for holds in self._least if len(holds) == self.block_size}
         for block, holds in enumerate(self._least):
             owner, is_full = self._owner[block], len(holds) == self.block_size
-            if not is_full and owner is not None and self._is_cut_off(*owner, cached):
+            if not is_full and owner is not None and self._is_cut_off(*owner):
                 continue
             whose = holds[-1] if is_full else owner
             for held in holds:
                 sources.setdefault(held, {}).setdefault(whose, set()).add(self._group[block])
         return sources
 
-    def _is_cut_off(self, table: BlockTable, index: int, cached: set[PrefixId]) -> bool:
-        """Whether a request that runs on has filled block `index` in part while nobody has the block before it."""
+    def _is_cut_off(self, table: BlockTable, index: int) -> bool:
+        """Whether a request that runs on has filled block `index` in part and does not keep the block before it."""
         request = table.request
         if index == 0 or self.kv.tables.get(request.request_id) is not table:
             return False
-        return self.prefix_ids(request)[index * self.block_size - 1] not in cached
+        return not any(
+            self.is_kept(request, group, index - 1)
+            and self._first_seen(group, request.num_computed_tokens) < index * self.block_size
+            for group in range(len(self.windows))
+        )
 
     def allocated(self, request: Request, start: int, end: int) -> None:
         """`request` got slots for `[start, end)`: whatever was in the blocks that are new in its tables is gone."""

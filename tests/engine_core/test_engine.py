@@ -265,6 +265,17 @@ class TestSeveralContinuations:
         assert (output.request_id, output.finish_reason) == (request.request_id, "error")
         assert_idle(engine)
 
+    def test_one_that_waits_for_room_needs_no_more_of_it_than_its_own_blocks(self):
+        """Without a cache, too: what it shares with the first is no part of it."""
+        engine = make_engine(4, enable_prefix_caching=False)
+        engine.add_request(make_request(range(100, 102), 2))
+        engine.add_request(make_request(range(2 * B + 2), 6, "two", sampling={"n": 2}))
+        for _ in range(2):
+            engine.step()
+        assert engine._scheduler.kv.pool.num_free_blocks == 1 and len(engine._scheduler.waiting) == 1
+        assert {output.index for output in engine.step().outputs} == {0, 1}
+        run(engine)
+
     def test_in_a_pool_too_small_for_all_they_take_turns(self):
         engine = make_engine(6)
         request = make_request(range(9), 14, sampling={"n": 4})
