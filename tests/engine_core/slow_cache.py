@@ -76,7 +76,7 @@ class SlowCache:
         self._least: list[list[PrefixId]] = [[] for _ in range(num_blocks)]
         self._most: list[list[PrefixId]] = [[] for _ in range(num_blocks)]
         self._times_taken = [0] * num_blocks
-        self._known_tables: dict[str, tuple[BlockTable | None, list[int]]] = {}
+        self._known_tables: dict[str, tuple[BlockTable, list[int]]] = {}
         self._filled_in_step: dict[int, tuple[Request, BlockTable, PrefixId]] = {}
         self._lookups: dict[str, Lookup] = {}
 
@@ -313,7 +313,7 @@ class PendingStep:
         # Request, its table, group, block, how often that was taken, first position, number of tokens.
         self._writes: list[tuple[Request, BlockTable, int, int, int, int, int]] = []
         for entry in batch:
-            table = cache.kv.tables[entry.request.request_id]
+            table, _ = cache._known_tables[entry.request.request_id]
             for group, blocks in enumerate(entry.block_tables):
                 for index in range(entry.start // cache.block_size, -(-entry.end // cache.block_size)):
                     if index < entry.num_shared_blocks:
