@@ -146,6 +146,24 @@ def test_a_failed_step_leaves_nothing_of_its_copies():
     assert run_one(engine, "same", [*SIX, 7, 8, 9], 5) == len(SIX)
 
 
+def test_what_could_not_be_copied_is_not_taken_for_copied(monkeypatch):
+    engine, _ = make_engine(8)
+    run_one(engine, "first", SIX)
+    add(engine, "fails", [*SIX, 7, 8, 9], 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "copy_slots", raise_it)
+        [output] = engine.step().outputs
+    assert output.finish_reason == "error"
+    source, target = 1, 2
+    assert [block.block_id for block in engine._scheduler.kv.pool.free_queue] == [4, 5, 6, 7, source, 3, target, 0]
+    run_one(engine, "evicts the source", range(50, 70))
+    assert run_one(engine, "same", [*SIX, 7, 8, 9]) == B
+
+
+def raise_it(copies: object) -> None:
+    raise RuntimeError("the device is on fire")
+
+
 def test_half_a_chain_is_evicted_while_somebody_waits_for_a_seat():
     engine, _ = make_engine(6, max_num_seqs=1)
     prompt = range(10, 26)
@@ -164,6 +182,24 @@ def test_a_duplicate_is_copied_when_the_first_is_gone():
     run_one(engine, "again", SIX, read_prefix_cache=False)
     run_one(engine, "evicts the first", range(50, 56))
     assert run_one(engine, "next", [*SIX, 7]) == len(SIX)
+
+
+def test_a_duplicate_that_this_step_writes_is_not_copied_when_the_first_is_gone():
+    manager = KVCacheManager(6, B)
+    admit(manager, first := new_request("first", range(B)))
+    manager.free(first)
+    again = new_request("again", range(B))
+    manager.allocate_slots(again, 2)
+    manager.commit_step()
+    again.num_computed_tokens = 2
+    admit(manager, other := new_request("other", range(50, 66)))
+    manager.free(other)
+    manager.allocate_slots(again, 2)
+    asks = new_request("asks", [*range(B - 1), 7])
+    assert manager.get_computed_blocks(asks).num_tokens == B - 1
+    assert manager.pool.blocks[0] in manager.allocate_slots(new_request("evicts", range(20, 24)), B)
+    # What it wrote before is.
+    assert manager.get_computed_blocks(asks).num_tokens == 2
 
 
 def test_a_prefix_that_left_the_window_and_the_cache_is_the_same_when_it_is_computed_again():
