@@ -94,10 +94,12 @@ def _check_prompt(token_ids: list[int], capabilities: EngineCapabilities) -> Non
     if not token_ids:
         raise InvalidRequestError("prompt_token_ids: a prompt has at least one token", "prompt_token_ids")
     if len(token_ids) >= capabilities.max_model_len:
-        pool_tokens = capabilities.num_blocks * capabilities.block_size
+        reason = ""
+        if capabilities.is_limited_by_pool:
+            reason = f" (the KV pool of {capabilities.num_blocks} blocks holds no more)"
         raise InvalidRequestError(
             f"prompt_token_ids: the prompt has {len(token_ids)} tokens; prompt and output together may have"
-            f" {capabilities.max_model_len}, at least one of them output (the KV pool holds {pool_tokens})",
+            f" {capabilities.max_model_len}, at least one of them output{reason}",
             "prompt_token_ids",
         )
     lowest, highest = min(token_ids), max(token_ids)

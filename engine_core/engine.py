@@ -22,7 +22,7 @@ from .errors import InvalidConfigError, InvalidRequestError
 from .feature_checks import FeatureLimits, check_features, check_inputs
 from .features import FeatureManager
 from .kv_cache import BlockHasher, BlockResidency, KVCacheManager
-from .kv_cache.groups import longest_sequence
+from .kv_cache.groups import longest_sequence, most_blocks
 from .request import Request
 from .runner import LaunchedStep, ModelInfo, Runner, StepResult
 from .scheduler import Scheduler
@@ -61,6 +61,7 @@ class EngineCore:
         self.runner = runner
         info = runner.info
         max_model_len = usable_model_len(config, info)
+        pool_tokens = _longest_in_pool(config, info, max_model_len + 1)
         self.capabilities = EngineCapabilities(
             model=info.name,
             max_model_len=max_model_len,
@@ -69,8 +70,9 @@ class EngineCore:
             num_blocks=info.num_blocks,
             hash_algo=config.prefix_caching_hash_algo,
             cache_namespace=info.cache_namespace,
-            cache_config=_cache_config(config),
+            cache_config=_cache_config(config) | _cache_size(config, info, max_model_len),
             tokenizer_digest=info.tokenizer_digest,
+            is_limited_by_pool=pool_tokens == max_model_len,
         )
         self._hasher = BlockHasher(
             config.prefix_caching_hash_algo,
@@ -333,6 +335,21 @@ def _cache_config(config: EngineConfig) -> dict[str, str]:
     }
 
 
+def _cache_size(config: EngineConfig, info: ModelInfo, max_model_len: int) -> dict[str, str]:
+    """How many of the longest requests find room at once, and their tokens, under the same kind of names."""
+    most = most_blocks(info.windows, max_model_len, config.block_size, config.max_num_batched_tokens)
+    return {
+        "kv_cache_max_concurrency": f"{info.num_blocks / most:.2f}",
+        "kv_cache_size_tokens": str(info.num_blocks * max_model_len // most),
+    }
+
+
+def _longest_in_pool(config: EngineConfig, info: ModelInfo, limit_tokens: int) -> int:
+    return longest_sequence(
+        info.windows, info.num_blocks, config.block_size, config.max_num_batched_tokens, limit_tokens=limit_tokens
+    )
+
+
 def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:
     """Most tokens of one request: what was asked for or the model's context, as far as pool and step can hold it.
 
@@ -340,9 +357,7 @@ def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:
         InvalidConfigError: that is not even one token of prompt and one of output.
     """
     wanted = config.max_model_len or info.max_model_len
-    pool_tokens = longest_sequence(
-        info.windows, info.num_blocks, config.block_size, config.max_num_batched_tokens, limit_tokens=wanted
-    )
+    pool_tokens = _longest_in_pool(config, info, wanted)
     step_tokens = wanted if config.enable_chunked_prefill else config.max_num_batched_tokens
     usable = min(wanted, pool_tokens, step_tokens)
     if usable < 2:

@@ -221,7 +221,8 @@ class EngineCapabilities(Struct, array_like=True, frozen=True):
     """What a frontend must know of an engine before it sends the first request.
 
     `max_model_len` is the most tokens (prompt and output) one request may have here: the smaller of the
-    model's context and the KV pool. `cache_namespace` is equal exactly where KV blocks may be shared.
+    model's context and the KV pool, which it is with `is_limited_by_pool`. `cache_namespace` is equal exactly where KV
+    blocks may be shared.
     `cache_config` has the KV cache's settings by name, for people.
     `tokenizer_digest` is equal where the tokenizer's files are; empty where there are none.
     """
@@ -235,6 +236,7 @@ class EngineCapabilities(Struct, array_like=True, frozen=True):
     cache_namespace: str
     cache_config: dict[str, str] = {}
     tokenizer_digest: str = ""
+    is_limited_by_pool: bool = False
 
 
 class Hello(Struct, array_like=True, tag="hello", frozen=True):

@@ -216,15 +216,12 @@ class EngineCollector(Collector):
         for engine in self._engines:
             if (capabilities := engine.capabilities) is None:
                 continue
-            num_tokens = capabilities.num_blocks * capabilities.block_size
             family.add_sample(
                 name,
                 {
                     **capabilities.cache_config,
                     "engine": str(engine.index),
                     "num_gpu_blocks": str(capabilities.num_blocks),
-                    "kv_cache_size_tokens": str(num_tokens),
-                    "kv_cache_max_concurrency": f"{num_tokens / capabilities.max_model_len:.2f}",
                 },
                 1,
             )

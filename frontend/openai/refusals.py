@@ -46,7 +46,7 @@ def prompt_errors(serving: Serving, prompt_field: str) -> Iterator[None]:
 def context_limit(capabilities: EngineCapabilities) -> str:
     """What bounds the tokens of a request, with the true numbers."""
     limit, num_blocks, block_size = capabilities.max_model_len, capabilities.num_blocks, capabilities.block_size
-    if num_blocks * block_size == limit:
+    if capabilities.is_limited_by_pool:
         holder = f"this server's KV cache holds {limit} tokens ({num_blocks} blocks of {block_size})"
     else:
         holder = f"the context holds {limit} tokens (max_model_len)"

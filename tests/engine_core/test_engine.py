@@ -480,7 +480,7 @@ class TestRefusals:
         [
             ({"prompt": []}, "prompt_token_ids", "at least one token"),
             ({"prompt": range(64)}, "prompt_token_ids", "64 tokens.*64"),
-            ({"prompt": range(200)}, "prompt_token_ids", "200 tokens.*64.*128"),
+            ({"prompt": range(200)}, "prompt_token_ids", "200 tokens.*may have 64"),
             ({"prompt": [1, VOCAB]}, "prompt_token_ids", "1000 is outside.*999"),
             ({"prompt": [1, -1]}, "prompt_token_ids", "-1 is outside"),
             ({"max_tokens": 0}, "max_tokens", "is 0"),
@@ -540,10 +540,25 @@ class TestRefusals:
     def test_a_pool_smaller_than_the_context_limits_requests(self):
         engine = make_engine(4, max_model_len=64)
         assert engine.capabilities.max_model_len == 16
-        with pytest.raises(InvalidRequestError, match=r"16 tokens.*16"):
+        with pytest.raises(
+            InvalidRequestError, match=r"16 tokens.*may have 16.*\(the KV pool of 4 blocks holds no more\)"
+        ):
             engine.add_request(make_request(range(16)))
         outputs = complete(engine, range(15), 16)
         assert (len(outputs), outputs[-1].finish_reason) == (1, "length")
+
+    def test_what_windows_give_back_counts(self):
+        runner = CheckingRunner(20, B, windows=(2 * B, None), max_model_len=512)
+        engine = EngineCore(EngineConfig(block_size=B, max_num_batched_tokens=B, max_num_seqs=1), runner)
+        capabilities = engine.capabilities
+        # Four blocks for what the window and a step see, and sixteen for everything.
+        assert (capabilities.max_model_len, capabilities.is_limited_by_pool) == (16 * B, True)
+        assert capabilities.cache_config["kv_cache_size_tokens"] == str(16 * B)
+        assert capabilities.cache_config["kv_cache_max_concurrency"] == "1.00"
+        config = EngineConfig(block_size=B, max_num_batched_tokens=B, max_num_seqs=1, max_model_len=6 * B)
+        capabilities = EngineCore(config, runner).capabilities
+        assert (capabilities.max_model_len, capabilities.is_limited_by_pool) == (6 * B, False)
+        assert capabilities.cache_config["kv_cache_max_concurrency"] == "2.00"
 
     def test_an_id_may_be_used_again_once_it_is_free(self):
         engine = make_engine()

@@ -296,11 +296,14 @@ def test_what_bounds_a_prompt_is_named(engine: ScriptedEngine, http: httpx.Clien
     body = {"prompt": [5] * MAX_MODEL_LEN, "max_tokens": 1}
     capabilities = engine.capabilities
     try:
-        for num_blocks, reason in [
-            (1000, f"the context holds {MAX_MODEL_LEN} tokens (max_model_len), prompt and output together"),
-            (16, f"this server's KV cache holds {MAX_MODEL_LEN} tokens (16 blocks of 16), prompt and output together"),
+        for is_limited_by_pool, reason in [
+            (False, f"the context holds {MAX_MODEL_LEN} tokens (max_model_len), prompt and output together"),
+            (
+                True,
+                f"this server's KV cache holds {MAX_MODEL_LEN} tokens (64 blocks of 16), prompt and output together",
+            ),
         ]:
-            engine.capabilities = replace_fields(capabilities, num_blocks=num_blocks)
+            engine.capabilities = replace_fields(capabilities, is_limited_by_pool=is_limited_by_pool)
             too_long = error_of(http.post(COMPLETION, json=body))["message"]
             assert too_long == f"the prompt has {MAX_MODEL_LEN} tokens; at most {MAX_MODEL_LEN - 1} fit: {reason}"
             too_many = error_of(http.post(COMPLETION, json={"prompt": "x", "max_tokens": 999}))["message"]
