@@ -12,10 +12,15 @@ al., "FlashAttention", 2022.)
 
 m begins at a number below all scores that is not −inf: then −inf − m is −inf, never NaN, for rows that see nothing yet.
 The products of keys and weights are in the tensors' type with sums in float32; `l` sums the weights before rounding.
+
+Of a quantized cache (`quantize_kv`) codes are multiplied, exact numbers in any of these types. A key's scale goes into
+the score, a value's into the weight; weights are bfloat16 then where queries are float16, which has no numbers as small
+as a weight times a scale may be.
 """
 
 from __future__ import annotations
 
+from .kv_codes import numbers_of
 from .triton_language import constant, dot, jit, tl
 
 LOWEST = constant(-1.0e30)
@@ -35,12 +40,15 @@ def attend_keys(  # type: ignore[no-untyped-def]
     table,
     keys,
     values,
+    key_scales,
+    value_scales,
     scale,
     softcap,
     KEY_BLOCK_STRIDE: tl.constexpr,
     KEY_SLOT_STRIDE: tl.constexpr,
     VALUE_BLOCK_STRIDE: tl.constexpr,
     VALUE_SLOT_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -54,12 +62,14 @@ def attend_keys(  # type: ignore[no-untyped-def]
     """`accumulator` `[rows, BLOCK_DV]`, `row_max` and `row_sum` `[rows]` after keys `[begin, end)` of one request.
 
     Where `IS_MASKED`, a row sees `[see_from, see_to)` of them; else all, and their number is a multiple of `BLOCK_N`.
-    `table` is the request's block table; `keys` and `values` point at a head's first slot. Other keys are not read.
+    `table` is the request's block table; `keys` and `values` point at a head's first slot, as do `key_scales` and
+    `value_scales` of a quantized cache, None for any other. Other keys are not read.
     `scale` is log2(e) · scaling, and positive. With a softcap it is 2 log2(e) · scaling / cap, and `softcap` is
     log2(e) · cap.
     """
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
+    WEIGHT_TYPE: tl.constexpr = tl.bfloat16 if query.dtype == tl.float16 else query.dtype
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         positions = start + tl.arange(0, BLOCK_N)
         inside = positions < end
@@ -74,7 +84,14 @@ def attend_keys(  # type: ignore[no-untyped-def]
         slot = positions % BLOCK_SIZE
         key_places = keys + dims[:, None] + (block * KEY_BLOCK_STRIDE + slot * KEY_SLOT_STRIDE)[None, :]
         key = tl.load(key_places, key_mask, 0.0) if IS_MASKED or BLOCK_D != HEAD_DIM else tl.load(key_places)
+        if key_scales is not None:
+            scale_places = (block * BLOCK_SIZE + slot) * NUM_KV_HEADS
+            key_scale = _load_scales(key_scales + scale_places, inside, IS_MASKED)
+            value_scale = _load_scales(value_scales + scale_places, inside, IS_MASKED)
+            key = numbers_of(key, query.dtype)
         scores = dot(query, key, tl.zeros((query.shape[0], BLOCK_N), tl.float32))
+        if key_scales is not None:
+            scores *= key_scale[None, :]
         if HAS_SOFTCAP:
             # tanh(x) = 1 − 2 / (e^2x + 1), right at both ends, where e^2x is 0 or infinite.
             scores = softcap - 2.0 * softcap / (tl.exp2(scores * scale) + 1.0)
@@ -92,5 +109,15 @@ def attend_keys(  # type: ignore[no-untyped-def]
         row_max = new_max
         value_places = values + (block * VALUE_BLOCK_STRIDE + slot * VALUE_SLOT_STRIDE)[:, None] + value_dims[None, :]
         value = tl.load(value_places, value_mask, 0.0) if IS_MASKED or BLOCK_DV != VALUE_DIM else tl.load(value_places)
-        accumulator = dot(weights.to(value.dtype), value, accumulator * shrink[:, None])
+        if value_scales is None:
+            weights = weights.to(value.dtype)
+        else:
+            weights = (weights * value_scale[None, :]).to(WEIGHT_TYPE)
+            value = numbers_of(value, WEIGHT_TYPE)
+        accumulator = dot(weights, value, accumulator * shrink[:, None])
     return accumulator, row_max, row_sum
+
+
+@jit
+def _load_scales(places, inside, IS_MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(places, inside, 0.0) if IS_MASKED else tl.load(places)

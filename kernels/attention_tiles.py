@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .quantize_kv import SCALE_DTYPE
 from .triton_language import compile_options, next_power_of_2
 
 # What a row of the table of tiles says, in this order:
@@ -31,13 +32,17 @@ TILE_FIELDS = ("table_row", "first", "num_tokens", "is_listed", "key_begin", "ke
 
 @dataclass(frozen=True, slots=True)
 class LayerHeads:
-    """The heads of a layer; `num_heads` is a multiple of `num_kv_heads`, and `dtype` that of queries and cache."""
+    """The heads of a layer; `num_heads` is a multiple of `num_kv_heads`, and `dtype` that of queries and cache.
+
+    A quantized cache has codes of `code_dtype` instead (`quantize_kv`).
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int
     dtype: torch.dtype
+    code_dtype: torch.dtype | None = None
 
     @property
     def group_size(self) -> int:
@@ -47,7 +52,10 @@ class LayerHeads:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+        if self.code_dtype is None:
+            return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+        codes = (self.head_dim + self.value_dim) * self.code_dtype.itemsize
+        return self.num_kv_heads * (codes + 2 * SCALE_DTYPE.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,12 @@ def tile_shape(heads: LayerHeads, *, is_wide: bool) -> TileShape:
     is_wide = is_wide or heads.group_size > 16
     if heads.dtype.itemsize > 2:
         shape = _shape_of_wide_types(widest, is_wide)
+        if heads.code_dtype is not None:
+            # What is loaded ahead would become float32, in registers, before it is wanted.
+            num_warps = 4 if widest > 128 and not is_wide else shape.num_warps
+            shape = replace(shape, num_warps=num_warps, num_stages=1, edge_stages=1)
+    elif heads.code_dtype is not None and widest > 64:
+        shape = _shape_of_codes(widest, is_wide)
     # Of the stages of loads the first are those of block table entries, which keys and values wait for.
     elif not is_wide:
         shape = TileShape(16, 64, 4, 5, 1, 2) if widest <= 128 else TileShape(16, 32, 8, 5, 5, 2)
@@ -81,6 +95,13 @@ def tile_shape(heads: LayerHeads, *, is_wide: bool) -> TileShape:
     else:
         shape = TileShape(64, 32, 8, 3, 3, 1)
     return replace(shape, rows=max(shape.rows, next_power_of_2(heads.group_size)))
+
+
+def _shape_of_codes(widest: int, is_wide: bool) -> TileShape:
+    """Fewer keys at a time: registers hold them twice, as codes and as numbers."""
+    if widest <= 128:
+        return TileShape(128, 32, 8, 3, 1, 1) if is_wide else TileShape(16, 32, 4, 5, 1, 3)
+    return TileShape(64, 16, 8, 3, 1, 1) if is_wide else TileShape(16, 32, 8, 5, 5, 1)
 
 
 def _shape_of_wide_types(widest: int, is_wide: bool) -> TileShape:

@@ -47,9 +47,8 @@ def paged_attention(
     Returns `[num_tokens, num_heads, value_head_dim]`. No slot outside the requests' own tokens influences it.
     """
     if uses_triton(query):
-        assert scales is None
         return tiled_attention(
-            *(query, key_cache, value_cache, metadata),
+            *(query, key_cache, value_cache, metadata, scales),
             scaling=scaling,
             sliding_window=sliding_window,
             softcap=softcap,

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from . import rotary, write_kv
+from .cache_heads import rotate_and_write_heads, write_heads
 from .dispatch import uses_triton
+from .kv_codes import cache_arguments
 from .quantize_kv import KVScales
 from .slot_mapping import SlotMapping
-from .token_heads import copy_heads, rotate_heads, side_by_side
+from .token_heads import rotate_heads, side_by_side
 from .triton_language import jit, next_power_of_2, tl
 
 
@@ -87,7 +89,6 @@ def _launch(
     scales: KVScales | None,
     interleaved: bool,
 ) -> None:
-    assert scales is None
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, num_pairs, value_head_dim = key.shape[1], cos.shape[1], value.shape[2]
     if not num_tokens:
@@ -96,7 +97,8 @@ def _launch(
     options = launch_options(num_heads, head_dim, num_pairs, value_head_dim)
     num_parts = sum(-(-heads // options["HEADS"]) for heads in (num_heads, num_kv_heads))
     rotary_write_kv_kernel[(num_tokens, num_parts)](
-        *(output, key_slots, value_slots, query, key, value, cos, sin, slot_mapping.tensor),
+        *(output, *cache_arguments(key_slots, value_slots, scales)),
+        *(query, key, value, cos, sin, slot_mapping.tensor),
         *(stride for x in (output, key_slots, value_slots, query, key, value) for stride in x.stride()[:2]),
         *(*cos.stride(), *sin.stride()),
         *(num_heads, num_kv_heads, num_pairs, head_dim - 2 * num_pairs, value_head_dim),
@@ -110,6 +112,8 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
     output,
     key_cache,
     value_cache,
+    key_scales,
+    value_scales,
     query,
     key,
     value,
@@ -171,8 +175,9 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
         first_head = (part - num_query_parts) * HEADS
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
-            rotate_heads(
+            rotate_and_write_heads(
                 key_cache + slot * key_slot_stride,
+                None if key_scales is None else key_scales + slot * num_kv_heads,
                 key + token * key_stride,
                 cos,
                 sin,
@@ -189,8 +194,9 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
                 PAIRS,
                 LEFT,
             )
-            copy_heads(
+            write_heads(
                 value_cache + slot * value_slot_stride,
+                None if value_scales is None else value_scales + slot * num_kv_heads,
                 value + token * value_stride,
                 value_slot_head_stride,
                 value_head_stride,

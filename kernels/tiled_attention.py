@@ -27,7 +27,9 @@ import torch
 from .attend_keys import LOG2_E, LOWEST, attend_keys
 from .attention_metadata import AttentionMetadata
 from .attention_tiles import TILE_FIELDS, LayerHeads, launch_options
+from .kv_codes import cache_arguments
 from .merge_parts import merge_parts
+from .quantize_kv import KVScales
 from .token_heads import side_by_side
 from .triton_language import constant, jit, tl
 
@@ -40,6 +42,7 @@ def tiled_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     metadata: AttentionMetadata,
+    scales: KVScales | None = None,
     *,
     scaling: float,
     sliding_window: int | None = None,
@@ -55,7 +58,10 @@ def tiled_attention(
         raise ValueError("attention kernels take caches whose last dimension is contiguous")
     query = side_by_side(query)
     num_tokens, num_heads, head_dim = query.shape
-    heads = LayerHeads(num_heads, key_cache.shape[2], head_dim, value_cache.shape[-1], query.dtype)
+    heads = LayerHeads(
+        *(num_heads, key_cache.shape[2], head_dim, value_cache.shape[-1], query.dtype),
+        code_dtype=None if scales is None else key_cache.dtype,
+    )
     batch, plan = metadata.on_device, metadata.plan(heads, sliding_window)
     output = query.new_empty(num_tokens, num_heads, heads.value_dim)
     parts = output.new_empty(plan.num_parts, num_heads, heads.value_dim, dtype=torch.float32)
@@ -63,7 +69,7 @@ def tiled_attention(
     for tiles, is_wide in ((plan.wide, True), (plan.narrow, False)):
         if len(tiles):
             tiled_attention_kernel[(len(tiles) * heads.num_kv_heads,)](
-                *(output, parts, part_logs, query, key_cache, value_cache),
+                *(output, parts, part_logs, query, *cache_arguments(key_cache, value_cache, scales)),
                 batch.positions if sinks is None else sinks,
                 *(batch.block_tables, batch.positions),
                 batch.positions if batch.visible_to is None else batch.visible_to,
@@ -100,6 +106,8 @@ def tiled_attention_kernel(  # type: ignore[no-untyped-def]
     query,
     key_cache,
     value_cache,
+    key_scales,
+    value_scales,
     sinks,
     block_tables,
     positions,
@@ -201,12 +209,15 @@ def tiled_attention_kernel(  # type: ignore[no-untyped-def]
             table,
             keys,
             values,
+            None if key_scales is None else key_scales + kv_head,
+            None if value_scales is None else value_scales + kv_head,
             scale,
             softcap,
             KEY_BLOCK_STRIDE,
             KEY_SLOT_STRIDE,
             VALUE_BLOCK_STRIDE,
             VALUE_SLOT_STRIDE,
+            NUM_KV_HEADS,
             BLOCK_SIZE,
             HEAD_DIM,
             VALUE_DIM,

@@ -50,6 +50,12 @@ def dot(a, b, accumulator):  # type: ignore[no-untyped-def]
     return tl.dot(a, b, accumulator, input_precision="ieee")
 
 
+@jit
+def from_integers(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Integers as numbers of a floating-point type, which a GPU has an instruction for and the interpreter has not."""
+    return x.to(tl.float32).to(TYPE) if _WIDENS else x.to(TYPE)
+
+
 def compile_options(num_warps: int, num_stages: int = 2) -> dict[str, Any]:
     """What a launch says besides its arguments. Multiplications and additions are fused, in every version of Triton."""
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
+from .cache_heads import write_heads
 from .dispatch import library_for, uses_triton
 from .kv_cache_in_c import reaches, write
+from .kv_codes import cache_arguments
 from .quantize_kv import KVScales, quantize
 from .slot_mapping import SlotMapping
-from .token_heads import copy_heads, heads_per_program, side_by_side
+from .token_heads import heads_per_program, side_by_side
 from .triton_language import compile_options, jit, next_power_of_2, tl
 
 # Of keys and of values: 16 bytes of a type of two bytes for each thread of four warps.
@@ -116,7 +118,6 @@ def _launch(
     slot_mapping: SlotMapping,
     scales: KVScales | None,
 ) -> None:
-    assert scales is None
     num_tokens, num_kv_heads, key_head_dim = key.shape
     value_head_dim = value.shape[-1]
     if not num_tokens:
@@ -124,7 +125,8 @@ def _launch(
     key, value = side_by_side(key), side_by_side(value)
     options = launch_options(num_kv_heads, key_head_dim, value_head_dim)
     write_kv_kernel[(num_tokens, -(-num_kv_heads // options["HEADS"]))](
-        *(key_slots, value_slots, key, value, slot_mapping.tensor),
+        *cache_arguments(key_slots, value_slots, scales),
+        *(key, value, slot_mapping.tensor),
         *(stride for tensor in (key_slots, value_slots, key, value) for stride in tensor.stride()[:2]),
         *(num_kv_heads, key_head_dim, value_head_dim),
         **options,
@@ -135,6 +137,8 @@ def _launch(
 def write_kv_kernel(  # type: ignore[no-untyped-def]
     key_cache,
     value_cache,
+    key_scales,
+    value_scales,
     key,
     value,
     slots,
@@ -157,8 +161,9 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     first_head = tl.program_id(1) * HEADS
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
-        copy_heads(
+        write_heads(
             key_cache + slot * key_slot_stride,
+            None if key_scales is None else key_scales + slot * num_kv_heads,
             key + token * key_stride,
             key_slot_head_stride,
             key_head_stride,
@@ -168,8 +173,9 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
             HEADS,
             KEY_WIDTH,
         )
-        copy_heads(
+        write_heads(
             value_cache + slot * value_slot_stride,
+            None if value_scales is None else value_scales + slot * num_kv_heads,
             value + token * value_stride,
             value_slot_head_stride,
             value_head_stride,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from kernels.attention_plan import PlanLimits
 from kernels.attention_tiles import LayerHeads
 from kernels.dispatch import computed_by
 from kernels.paged_attention import paged_attention
-from tests.kernels.interpreted import assert_close, fresh
+from kernels.quantize_kv import KVScales
+from tests.kernels.interpreted import UNIT, assert_close, fresh
 
-from .paged_batch import PagedBatch, make_batch
+from .paged_batch import PagedBatch, make_batch, quantized
 
 SCALING = 0.3
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
 # Beside the result's own rounding there is that of the weights, which the interpreter truncates in bfloat16: with
 # values up to 5 that is 5 units. In float32, scores up to 10 are right to a few units, and weights as much less.
 UNITS = {FLOAT32: 50.0, FLOAT16: 8.0, BFLOAT16: 8.0}
@@ -49,7 +52,9 @@ CASES: list[tuple[list[tuple[int, int]], dict[str, Any], dict[str, Any]]] = [
 
 def attend(batch: PagedBatch, **options: Any) -> torch.Tensor:
     with computed_by("triton"):
-        return paged_attention(batch.query, batch.key_cache, batch.value_cache, batch.metadata, **options)
+        return paged_attention(
+            *(batch.query, batch.key_cache, batch.value_cache, batch.metadata, batch.scales), **options
+        )
 
 
 def options_of(batch: PagedBatch, call: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +66,9 @@ def check(batch: PagedBatch, call: dict[str, Any]) -> None:
     options = options_of(batch, call)
     actual = attend(batch, **options)
     assert actual.dtype == batch.query.dtype
-    assert_close(actual, batch.expected(**options), units=UNITS[actual.dtype])
+    # With codes, weights are bfloat16 beside queries of float16 as well.
+    rounding = BFLOAT16 if batch.scales and actual.dtype == FLOAT16 else actual.dtype
+    assert_close(actual, batch.expected(**options), units=UNITS[rounding] * UNIT[rounding] / UNIT[actual.dtype])
 
 
 def plan_for(
@@ -84,6 +91,7 @@ def heads_of(batch: PagedBatch) -> LayerHeads:
     return LayerHeads(
         *(batch.query.shape[1], batch.key_cache.shape[2], batch.query.shape[2], batch.value_cache.shape[3]),
         dtype=batch.query.dtype,
+        code_dtype=None if batch.scales is None else batch.key_cache.dtype,
     )
 
 
@@ -172,6 +180,80 @@ def test_however_it_is_planned_the_result_is_the_same(monkeypatch: pytest.Monkey
         outputs.append(paged_attention(batch.query, batch.key_cache, batch.value_cache, batch.metadata, **options))
     for output in outputs[1:]:
         assert_close(output, outputs[0], units=UNITS[FLOAT32])
+
+
+# Of which codes, of which queries, and as in `CASES`.
+QUANTIZED_CASES: list[tuple[torch.dtype, list[tuple[int, int]], dict[str, Any], dict[str, Any]]] = [
+    (INT8, [(1, 1)], {}, {}),
+    (FP8, [(15, 15), (16, 16), (17, 17)], {"dtype": BFLOAT16}, {}),
+    (INT8, DECODES, {"num_heads": 8, "num_kv_heads": 1, "dtype": BFLOAT16}, {}),
+    (FP8, DECODES, {"head_dim": 80, "block_size": 32, "dtype": FLOAT16}, {"sliding_window": 24}),
+    (INT8, CHUNKS, {"head_dim": 40, "value_dim": 20}, {"softcap": 3.0, "sliding_window": 24, "sinks": True}),
+    (FP8, CHUNKS, {"head_dim": 64}, {"sinks": True}),
+    (INT8, MIXED, {"block_size": 7, "dtype": FLOAT16}, {"sinks": True, "sliding_window": 50}),
+    (FP8, MIXED, {"num_heads": 3, "num_kv_heads": 1, "head_dim": 256}, {"softcap": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("codes", "lengths", "layer", "call"), QUANTIZED_CASES, ids=range(len(QUANTIZED_CASES)))
+def test_quantized_caches_equal_float64(
+    codes: torch.dtype,
+    lengths: list[tuple[int, int]],
+    layer: dict[str, Any],
+    call: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What their codes stand for, that is."""
+    divide_keys(monkeypatch)
+    check(quantized(make_batch(lengths, **layer), codes), call)
+
+
+@pytest.mark.parametrize(("codes", "dtype"), [(INT8, BFLOAT16), (FP8, FLOAT32)], ids=str)
+def test_shared_prefixes_of_quantized_caches_equal_float64(
+    codes: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer ones: reading 8 bits several times costs less."""
+    share_prefixes(monkeypatch)
+    lengths = [(1, 180), (3, 166), (1, 17), (1, 164)]
+    batch = quantized(make_batch(lengths, shared=[((0, 1, 3), 10)], dtype=dtype), codes)
+    check(batch, {"sinks": True})
+    assert len(batch.metadata.plan(heads_of(batch), None).listed_tokens) > 0
+
+
+@pytest.mark.parametrize("codes", [INT8, FP8], ids=str)
+def test_small_scales_beside_queries_of_float16(codes: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight times a scale is less than float16 has."""
+    divide_keys(monkeypatch)
+    batch = make_batch(DECODES, dtype=FLOAT16)
+    batch.value_cache *= 2.0**-8
+    batch = quantized(batch, codes)
+    actual = attend(batch, scaling=SCALING)
+    error = (actual.double() - batch.expected(scaling=SCALING)).abs().max()
+    assert error < 2.0**-8 * 5 * UNIT[BFLOAT16]
+
+
+def test_a_scale_that_is_no_number_reaches_the_output() -> None:
+    """As a value that is none does; but only where the token is seen."""
+    batch = quantized(make_batch([(1, 20), (1, 30)], num_heads=2), INT8)
+    assert batch.scales is not None
+    for scales in batch.scales:
+        harmed = [scales.clone() if part is scales else part for part in batch.scales]
+        harmed[0 if scales is batch.scales.keys else 1][batch.block_tables[1][0], 3] = torch.nan
+        output = attend(replace(batch, scales=KVScales(*harmed)), scaling=SCALING)
+        assert output[0].isfinite().all() and output[1].isnan().all()
+
+
+@pytest.mark.parametrize("codes", [INT8, FP8], ids=str)
+def test_every_code_is_read(codes: torch.dtype) -> None:
+    """Attention to a single key is its value."""
+    batch = quantized(make_batch([(1, 1)], num_heads=1, num_kv_heads=1, value_dim=256), codes)
+    numbers = torch.arange(256, dtype=torch.uint8).view(codes)
+    numbers = numbers[numbers.float().isfinite()]
+    block = batch.block_tables[0][0]
+    batch.value_cache[block, 0, 0, : len(numbers)] = numbers
+    batch.scales.values[block, 0, 0] = 0.5
+    output = attend(batch, scaling=SCALING)[0, 0, : len(numbers)]
+    assert torch.equal(output, numbers.float() * 0.5)
 
 
 def test_a_batch_without_requests() -> None:

@@ -202,13 +202,16 @@ def test_only_single_tokens_that_stand_for_themselves_are_captured() -> None:
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="Triton's interpreter stands for a GPU")
-def test_the_kernels_themselves_are_captured_and_replayed(directory: Path, expected: list[list[int]]) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_kernels_themselves_are_captured_and_replayed(directory: Path, kv_cache_dtype: str) -> None:
     from tests.kernels import faster_interpreter
 
     faster_interpreter.install()
     queue = SimulatedQueue()
+    settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "max_num_seqs": 2, "max_model_len": 64}
+    expected = run(make_engine(directory, None, **settings), 3, PROMPTS[:2])
     with computed_by("triton"):
-        engine = make_engine(directory, queue, max_num_seqs=2, max_model_len=64, cudagraph_capture_sizes=(2,))
+        engine = make_engine(directory, queue, cudagraph_capture_sizes=(2,), **settings)
         before = queue.num_replays
-        assert run(engine, 3, PROMPTS[:2]) == [tokens[:3] for tokens in expected[:2]]
+        assert run(engine, 3, PROMPTS[:2]) == expected
         assert queue.num_replays > before

@@ -7,19 +7,27 @@ from kernels.tiled_attention import tiled_attention_kernel
 from tests.kernels.specimens import Specimen
 
 BLOCK_SIZE = 16
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def specimen(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, width: str, variant: str) -> Specimen:
-    heads = LayerHeads(num_heads, num_kv_heads, head_dim, head_dim, DTYPES[dtype])
+CODES = {"int8": ("*i8:16", torch.int8), "fp8": ("*u8:16", torch.float8_e4m3fn)}
+
+
+def specimen(
+    dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, width: str, variant: str, codes: str | None = None
+) -> Specimen:
+    cache_type, code_dtype = CODES[codes] if codes else (f"*{dtype}:16", None)
+    heads = LayerHeads(num_heads, num_kv_heads, head_dim, head_dim, DTYPES[dtype], code_dtype)
     slot_stride = num_kv_heads * head_dim
     strides = {"BLOCK_STRIDE": BLOCK_SIZE * slot_stride, "SLOT_STRIDE": slot_stride, "HEAD_STRIDE": head_dim}
     return Specimen(
-        f"{dtype} {num_heads}/{num_kv_heads} heads of {head_dim}, {width}{variant and f', {variant}'}",
+        f"{dtype} {num_heads}/{num_kv_heads} heads of {head_dim}, {width}{variant and f', {variant}'}"
+        f"{f', {codes} cached' if codes else ''}",
         tiled_attention_kernel,
         {
-            **dict.fromkeys(("output", "query", "key_cache", "value_cache", "sinks"), f"*{dtype}:16"),
-            **dict.fromkeys(("parts", "part_logs"), "*fp32:16"),
+            **dict.fromkeys(("output", "query", "sinks"), f"*{dtype}:16"),
+            **dict.fromkeys(("key_cache", "value_cache"), cache_type),
+            **dict.fromkeys(("parts", "part_logs", "key_scales", "value_scales"), "*fp32:16"),
             **dict.fromkeys(("block_tables", "positions", "visible_to"), "*i32:16"),
             **dict.fromkeys(("tiles", "listed_tokens", "first_parts"), "*i32:16"),
             **dict.fromkeys(("query_token_stride", "query_head_stride", "table_stride"), "i32:16"),
@@ -27,6 +35,7 @@ def specimen(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, width
             **dict.fromkeys(("scale", "softcap"), "fp32"),
         },
         {
+            **({} if codes else {"key_scales": None, "value_scales": None}),
             **{f"{cache}_{name}": stride for cache in ("KEY", "VALUE") for name, stride in strides.items()},
             "BLOCK_SIZE": BLOCK_SIZE,
             "HAS_WINDOW": "window" in variant,
