@@ -15,10 +15,13 @@ from benchmarks.gpu_check.case import Case, Goal, Setting, Work, apart, tensor_b
 from kernels.attention_metadata import AttentionMetadata
 from kernels.dispatch import computed_by
 from kernels.paged_attention import paged_attention
+from kernels.quantize_kv import KVScales, dequantize, quantize
 
 _DECODE_GOAL = Goal(min_roofline_share=0.85)
 _PREFILL_GOAL = Goal(max_time_ratio=1 / 0.7)
 _SHARING_GOAL = Goal(max_time_ratio=0.3)
+_CODES_GOAL = Goal(max_time_ratio=1.0)
+_CODES = (torch.int8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class _Heads:
     sliding_window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    codes: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,13 @@ class _Batch:
     query: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
+    scales: KVScales | None
     sinks: torch.Tensor | None
     metadata: AttentionMetadata
+
+    @property
+    def pool_bytes(self) -> int:
+        return tensor_bytes(self.key_cache, self.value_cache, *(self.scales or ()))
 
     def attend(self) -> torch.Tensor:
         return paged_attention(
@@ -52,6 +61,7 @@ class _Batch:
             self.key_cache,
             self.value_cache,
             self.metadata,
+            self.scales,
             scaling=self.heads.head_dim**-0.5,
             sliding_window=self.heads.sliding_window,
             softcap=self.heads.softcap,
@@ -61,12 +71,19 @@ class _Batch:
     def error(self, dtype: torch.dtype) -> float:
         """How far from torch, which computes in `dtype`."""
         sinks = None if self.sinks is None else self.sinks.to(dtype)
-        tensors = (tensor.to(dtype) for tensor in (self.query, self.key_cache, self.value_cache))
+        caches = self.key_cache, self.value_cache
+        if self.scales is None:
+            keys, values = (cache.to(dtype) for cache in caches)
+        else:
+            keys, values = map(dequantize, caches, self.scales, [dtype] * 2)
         # Not the same metadata: it keeps what it has worked out for this type.
-        wide = _Batch(self.heads, *tensors, sinks, replace(self.metadata, dtype=dtype))
+        metadata = replace(self.metadata, dtype=dtype)
+        wide = _Batch(self.heads, self.query.to(dtype), keys, values, None, sinks, metadata)
         with computed_by("torch"):
             expected = wide.attend()
-        return apart(self.attend(), expected, units=16 if self.query.dtype == torch.float32 else 4)
+        # Weights are bfloat16 where float16 is beside codes.
+        is_coarse = self.scales is not None and self.query.dtype == torch.float16
+        return apart(self.attend(), expected, units=32 if is_coarse else 16 if self.query.dtype == torch.float32 else 4)
 
 
 def _batch(
@@ -104,6 +121,12 @@ def _batch(
         made[~is_used] = torch.nan
         return made.unflatten(0, (num_blocks, block_size))
 
+    key_cache, value_cache = cache(heads.head_dim), cache(heads.value_dim or heads.head_dim)
+    scales = None
+    if heads.codes is not None:
+        key_cache, key_scales = quantize(key_cache, heads.codes)
+        value_cache, value_scales = quantize(value_cache, heads.codes)
+        scales = KVScales(key_scales, value_scales)
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     metadata = AttentionMetadata(
         query_start_loc=starts,
@@ -119,8 +142,9 @@ def _batch(
     return _Batch(
         heads,
         setting.normal(int(starts[-1]), heads.num_heads, heads.head_dim, dtype=heads.dtype),
-        cache(heads.head_dim),
-        cache(heads.value_dim or heads.head_dim),
+        key_cache,
+        value_cache,
+        scales,
         setting.normal(heads.num_heads, dtype=heads.dtype) if heads.has_sinks else None,
         metadata,
     )
@@ -133,6 +157,9 @@ def paged_attention_cases(setting: Setting) -> Iterator[Case]:
         yield Case("2 decodes at 40", partial(_decode, setting, 2, 40, tiny))
         yield Case("prefill of 20", partial(_prefill, setting, [20], tiny))
         yield Case("3 over a prefix of 32", partial(_shared, setting, 3, 32, 8, tiny))
+        yield Case(
+            "2 decodes at 40, int8", partial(_beside_exact, setting, [(1, 40)] * 2, replace(tiny, codes=_CODES[0]))
+        )
         return
     heads = _Heads()
     for num_requests, context in ((64, 4096), (8, 16_384), (1, 131_072)):
@@ -147,6 +174,15 @@ def paged_attention_cases(setting: Setting) -> Iterator[Case]:
     yield Case("64 over a shared prefix of 8192", partial(_shared, setting, 64, 8192, 128, heads))
     yield Case("chunk of 2048 at 14336", partial(_chunk_and_decodes, setting, heads, num_decodes=0))
     yield Case("the same beside 32 decodes at 4096", partial(_chunk_and_decodes, setting, heads, num_decodes=32))
+    for codes in _CODES:
+        coded = replace(heads, codes=codes)
+        for name, requests in (
+            ("64 decodes at 4096", [(1, 4096)] * 64),
+            ("1 decodes at 131072", [(1, 131_072)]),
+            ("prefill of 8192", [(8192, 8192)]),
+        ):
+            yield Case(f"{name}, {codes}", partial(_beside_exact, setting, requests, coded))
+        yield Case(f"64 over a shared prefix of 8192, {codes}", partial(_shared, setting, 64, 8192, 128, coded))
 
 
 _MIXED = ((1, 1), (1, 17), (16, 16), (5, 48), (33, 100), (1, 300))
@@ -157,6 +193,7 @@ def _checked(setting: Setting) -> Iterator[Case]:
     kinds: list[tuple[str, _Heads, dict[str, int]]] = [
         ("GQA 3", small, {}),
         ("window, softcap, sinks", replace(small, sliding_window=20, softcap=15.0, has_sinks=True), {}),
+        *((f"{codes}", replace(small, codes=codes), {}) for codes in _CODES),
     ]
     if not setting.is_rehearsal:
         half = replace(small, dtype=torch.float16)
@@ -174,6 +211,14 @@ def _checked(setting: Setting) -> Iterator[Case]:
             ("blocks of 8", small, {"block_size": 8}),
             ("blocks of 32", small, {"block_size": 32}),
         ]
+        for codes in _CODES:
+            coded = replace(small, codes=codes)
+            kinds += [
+                (f"{codes}, all there is", replace(coded, sliding_window=20, softcap=15.0, has_sinks=True), {}),
+                (f"{codes} beside float16", replace(coded, dtype=torch.float16), {}),
+                (f"{codes} beside float32", replace(coded, dtype=torch.float32), {}),
+                *((f"{codes}, head_dim {size}", replace(coded, head_dim=size), {}) for size in (32, 80, 128, 256)),
+            ]
     for name, heads, options in kinds:
         yield Case(f"mixed batch, {name}", partial(_only_checked, setting, heads, options))
     yield Case("shared prefix, mixed lengths", partial(_check_shared, setting, small))
@@ -210,13 +255,26 @@ def _decode(setting: Setting, num_requests: int, context: int, heads: _Heads) ->
     )
 
 
+def _beside_exact(setting: Setting, requests: list[tuple[int, int]], heads: _Heads) -> Work:
+    """Codes, beside the same without: less to read and more to do."""
+    batch = _batch(setting, requests, heads)
+    return Work(
+        lambda: batch.error(torch.float32),
+        run=batch.attend,
+        beside=_batch(setting, requests, replace(heads, codes=None)).attend,
+        moved_bytes=2 * tensor_bytes(batch.query) + batch.pool_bytes,
+        flops=_attention_flops(heads, requests),
+        goal=_CODES_GOAL if requests[0][0] == 1 else None,
+    )
+
+
 def _prefill(setting: Setting, lengths: list[int], heads: _Heads) -> Work:
     batch = _batch(setting, [(length, length) for length in lengths], heads)
     return Work(
         lambda: batch.error(torch.float32),
         run=batch.attend,
         beside=_flash(setting, heads, len(lengths), lengths[0], lengths[0], is_causal=True),
-        moved_bytes=2 * tensor_bytes(batch.query) + tensor_bytes(batch.key_cache, batch.value_cache),
+        moved_bytes=2 * tensor_bytes(batch.query) + batch.pool_bytes,
         flops=_attention_flops(heads, [(length, length) for length in lengths]),
         goal=_PREFILL_GOAL,
     )
@@ -228,7 +286,7 @@ def _chunk_and_decodes(setting: Setting, heads: _Heads, num_decodes: int) -> Wor
     return Work(
         lambda: batch.error(torch.float32),
         run=batch.attend,
-        moved_bytes=2 * tensor_bytes(batch.query) + tensor_bytes(batch.key_cache, batch.value_cache),
+        moved_bytes=2 * tensor_bytes(batch.query) + batch.pool_bytes,
         flops=_attention_flops(heads, requests),
     )
 
@@ -241,7 +299,7 @@ def _shared(setting: Setting, num_requests: int, num_shared_tokens: int, num_own
         run=batch.attend,
         # The same kernels where every request has blocks of its own.
         beside=_batch(setting, requests, heads).attend,
-        moved_bytes=2 * tensor_bytes(batch.query) + tensor_bytes(batch.key_cache, batch.value_cache),
+        moved_bytes=2 * tensor_bytes(batch.query) + batch.pool_bytes,
         flops=_attention_flops(heads, requests),
         goal=_SHARING_GOAL,
     )

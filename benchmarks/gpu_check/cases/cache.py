@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu_check.case import Case, Goal, Setting, Work, apart, from_torch, in_torch, tensor_bytes
 from kernels.copy_blocks import block_bytes, copy_blocks, copy_slots, gather_blocks, scatter_blocks
+from kernels.quantize_kv import LARGEST, SCALE_DTYPE, KVScales
 from kernels.rotary import rotary
 from kernels.rotary_write_kv import rotary_write_kv
 from kernels.slot_mapping import SlotMapping
@@ -21,8 +22,25 @@ _BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
+class _Pool:
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: KVScales | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Codes as bytes: one that is not the right one is wrong."""
+        if self.scales is None:
+            return [self.keys, self.values]
+        return [self.keys.view(torch.uint8), self.values.view(torch.uint8), *self.scales]
+
+
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """Queries, keys and values of some tokens, and their slots in a pool of more blocks than they need."""
+    """Queries, keys and values of some tokens, and their slots in a pool of more blocks than they need.
+
+    With `codes` the pool is quantized.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -31,23 +49,31 @@ class _Step:
     sin: torch.Tensor
     slots: SlotMapping
     num_blocks: int
+    codes: torch.dtype | None = None
 
-    def empty_caches(self) -> list[torch.Tensor]:
-        return [
-            torch.zeros(self.num_blocks, _BLOCK_SIZE, *states.shape[1:], dtype=states.dtype, device=states.device)
-            for states in (self.key, self.value)
-        ]
+    def empty_pool(self) -> _Pool:
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(self.num_blocks, _BLOCK_SIZE, *shape, dtype=dtype, device=self.key.device)
+
+        states = self.key, self.value
+        caches = [zeros(*those.shape[1:], dtype=self.codes or those.dtype) for those in states]
+        scales = [zeros(those.shape[1], dtype=SCALE_DTYPE) for those in states]
+        return _Pool(*caches, None if self.codes is None else KVScales(*scales))
+
+    def write(self, pool: _Pool) -> None:
+        write_kv(self.key, self.value, pool.keys, pool.values, self.slots, pool.scales)
 
     def written(self) -> list[torch.Tensor]:
-        caches = self.empty_caches()
-        write_kv(self.key, self.value, *caches, self.slots)
-        return caches
+        pool = self.empty_pool()
+        self.write(pool)
+        return pool.tensors
 
     def turned(self, interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         return rotary(self.query, self.key, self.cos, self.sin, interleaved=interleaved)
 
-    def turned_and_written(self, caches: list[torch.Tensor]) -> torch.Tensor:
-        return rotary_write_kv(self.query, self.key, self.value, self.cos, self.sin, *caches, self.slots)
+    def turned_and_written(self, pool: _Pool) -> torch.Tensor:
+        states = self.query, self.key, self.value, self.cos, self.sin
+        return rotary_write_kv(*states, pool.keys, pool.values, self.slots, pool.scales)
 
 
 def _step(
@@ -60,6 +86,7 @@ def _step(
     dtype: torch.dtype = torch.bfloat16,
     num_pairs: int | None = None,
     skips: bool = False,
+    codes: torch.dtype | None = None,
 ) -> _Step:
     num_blocks = -(-num_tokens // _BLOCK_SIZE) + 3
     slots = torch.randperm(num_blocks * _BLOCK_SIZE, device=setting.device)[:num_tokens]
@@ -74,13 +101,16 @@ def _step(
         angles.sin().to(dtype),
         SlotMapping(slots),
         num_blocks,
+        codes,
     )
 
 
-def _small_steps(setting: Setting) -> Iterator[_Step]:
+def _small_steps(setting: Setting, *codes: torch.dtype) -> Iterator[_Step]:
     all_sizes = [(7, 3, 1, 80), (1, 1, 1, 2), (33, 9, 3, 64), (5, 8, 8, 256)]
-    for sizes, dtype in product(all_sizes[: 1 if setting.is_rehearsal else None], setting.dtypes):
-        yield _step(setting, *sizes, dtype=dtype, skips=True)
+    for sizes, dtype, those in product(
+        all_sizes[: 1 if setting.is_rehearsal else None], setting.dtypes, codes or [None]
+    ):
+        yield _step(setting, *sizes, dtype=dtype, skips=True, codes=those)
 
 
 def _sizes(setting: Setting) -> list[tuple[int, int, int, int]]:
@@ -89,18 +119,36 @@ def _sizes(setting: Setting) -> list[tuple[int, int, int, int]]:
 
 
 def write_kv_cases(setting: Setting) -> Iterator[Case]:
-    def check() -> float:
-        return max(from_torch(step.written) for step in _small_steps(setting))
+    def check(*codes: torch.dtype) -> float:
+        return max(from_torch(step.written) for step in _small_steps(setting, *codes))
 
     yield Case("odd sizes, slot −1, all types", lambda: Work(check))
+    yield Case("the same as codes", lambda: Work(partial(check, *LARGEST)))
     for sizes in _sizes(setting):
         yield Case(f"{sizes[0]} tokens × {sizes[2]} × {sizes[3]}", partial(_write, setting, sizes))
+    for codes in LARGEST:
+        sizes = _sizes(setting)[-1]
+        name = f"{sizes[0]} tokens × {sizes[2]} × {sizes[3]} as {codes}"
+        yield Case(name, partial(_write_codes, setting, sizes, codes))
+
+
+def _write_codes(setting: Setting, sizes: tuple[int, int, int, int], codes: torch.dtype) -> Work:
+    step = _step(setting, *sizes, codes=codes)
+    pool = step.empty_pool()
+    # A byte for each value, and scales.
+    written = (step.key.numel() + step.value.numel()) + 2 * step.key[..., 0].numel() * SCALE_DTYPE.itemsize
+    return Work(
+        lambda: from_torch(step.written),
+        run=lambda: step.write(pool),
+        beside=in_torch(lambda: step.write(pool)),
+        moved_bytes=tensor_bytes(step.key, step.value) + written,
+    )
 
 
 def _write(setting: Setting, sizes: tuple[int, int, int, int]) -> Work:
     step = _step(setting, *sizes)
-    caches = step.empty_caches()
-    flat = [cache.flatten(0, 1) for cache in caches]
+    pool = step.empty_pool()
+    flat = [cache.flatten(0, 1) for cache in pool.tensors]
 
     def by_index_copy() -> None:
         for cache, states in zip(flat, (step.key, step.value), strict=True):
@@ -108,7 +156,7 @@ def _write(setting: Setting, sizes: tuple[int, int, int, int]) -> Work:
 
     return Work(
         lambda: from_torch(step.written),
-        run=lambda: write_kv(step.key, step.value, *caches, step.slots),
+        run=lambda: step.write(pool),
         beside=by_index_copy,
         moved_bytes=2 * tensor_bytes(step.key, step.value),
         # A decode's few bytes take as long as a launch.
@@ -145,7 +193,11 @@ def rotary_write_kv_cases(setting: Setting) -> Iterator[Case]:
     def check() -> float:
         return max(map(_check_turned_and_written, _small_steps(setting)))
 
+    def check_codes() -> float:
+        return max(map(_check_turned_codes, _small_steps(setting, *LARGEST)))
+
     yield Case("odd sizes, slot −1, all types", lambda: Work(check))
+    yield Case("the same as codes", lambda: Work(check_codes))
     for sizes in _sizes(setting):
         name = f"{sizes[0]} tokens × {sizes[1]} + {sizes[2]} heads"
         yield Case(name, partial(_rotary_write, setting, sizes))
@@ -153,19 +205,32 @@ def rotary_write_kv_cases(setting: Setting) -> Iterator[Case]:
 
 def _check_turned_and_written(step: _Step) -> float:
     def compute() -> list[torch.Tensor]:
-        caches = step.empty_caches()
-        return [step.turned_and_written(caches), *caches]
+        pool = step.empty_pool()
+        return [step.turned_and_written(pool), *pool.tensors]
 
     return from_torch(compute)
 
 
+def _check_turned_codes(step: _Step) -> float:
+    """Beside what is rotated first: one code in a hundred may be another, where rotating rounded otherwise."""
+    actual, expected = step.empty_pool(), step.empty_pool()
+    query = step.turned_and_written(actual)
+    turned_query, turned_key = step.turned()
+    replace(step, key=turned_key).write(expected)
+    codes, scales = (
+        [*zip(actual.tensors[part], expected.tensors[part], strict=True)] for part in (slice(0, 2), slice(2, 4))
+    )
+    others = max((ours != theirs).float().mean().item() for ours, theirs in codes)
+    return max(100 * others, apart(query, turned_query), *(apart(*pair) for pair in scales))
+
+
 def _rotary_write(setting: Setting, sizes: tuple[int, int, int, int]) -> Work:
     step = _step(setting, *sizes)
-    caches = step.empty_caches()
+    pool = step.empty_pool()
     return Work(
         lambda: _check_turned_and_written(step),
-        run=lambda: step.turned_and_written(caches),
-        beside=in_torch(lambda: step.turned_and_written(caches)),
+        run=lambda: step.turned_and_written(pool),
+        beside=in_torch(lambda: step.turned_and_written(pool)),
         moved_bytes=2 * tensor_bytes(step.query, step.key, step.value) + tensor_bytes(step.cos, step.sin),
     )
 
@@ -196,6 +261,8 @@ def _check_copies(setting: Setting) -> float:
     worst = 0.0
     for heads, head_dim in ((1, 3), (2, 64), (3, 80)):
         pool = _pool(setting, 2, 12, heads, head_dim)
+        # And codes with their scales.
+        pool += [(pool[0] * 10).to(torch.int8), pool[1].float()[..., 0].contiguous()]
 
         def compute(pool: list[torch.Tensor] = pool) -> list[torch.Tensor]:
             caches = [cache.clone() for cache in pool]
