@@ -8,7 +8,7 @@ from msgspec import Struct
 
 HashAlgo = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 FullPromptHit = Literal["recompute_last_token", "drop_last_block"]
-FreeOrder = Literal["append_all", "unhashed_first"]
+EvictionPolicy = Literal["lru", "unhashed_first", "frequency"]
 PrefixMatchUnit = Literal["token", "block"]
 WindowRetention = Literal["all", "prompt_tail"]
 SchedulingPolicy = Literal["fcfs", "priority", "prefix"]
@@ -54,7 +54,9 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         full_prompt_hit: what to do when every block of a prompt is cached. `drop_last_block` is what peers do.
         kv_cache_metrics: measure how long cached blocks stay and when they are used again (`EngineStats`).
         kv_cache_metrics_sample: share of the blocks that this looks at.
-        free_order: where freed blocks go in the free queue; `unhashed_first` is what a newer peer does.
+        eviction_policy: which cached blocks go first when others need room: those unused for longest (`lru`); the same,
+            but before them all that hold nothing a lookup could find, as a newer peer does (`unhashed_first`); or those
+            used seldom and long ago (`frequency`).
         num_threads: CPU threads for the model; default the physical cores this process may use.
         fuse_layers: compute a decoder layer of the common kind as a whole, in Foreword's own kernel (CPU only; needs
             `prepack_weights` and `linear_kernel`).
@@ -104,7 +106,7 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     prefix_match_unit: PrefixMatchUnit = "token"
     window_retention: WindowRetention = "all"
     full_prompt_hit: FullPromptHit = "recompute_last_token"
-    free_order: FreeOrder = "append_all"
+    eviction_policy: EvictionPolicy = "lru"
     kv_cache_metrics: bool = False
     kv_cache_metrics_sample: float = 0.01
     num_threads: int | None = None

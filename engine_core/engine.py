@@ -95,7 +95,7 @@ class EngineCore:
                 max_step_tokens=config.max_num_batched_tokens,
                 match_unit=config.prefix_match_unit,
                 window_retention=config.window_retention,
-                free_order=config.free_order,
+                eviction_policy=config.eviction_policy,
                 residency=self._residency,
             ),
             max_num_seqs=config.max_num_seqs,

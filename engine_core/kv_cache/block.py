@@ -18,10 +18,10 @@ class KVCacheBlock:
 
     `ref_cnt` counts the block tables that contain it, and copies to be made from it; at 0 it is in the free queue, and
     only then. While a lookup can find the block, it holds what `node` says for the layers of `group`; then `is_filled`
-    tells whether all of that was written by steps that have run.
+    tells whether all of that was written by steps that have run. `level` is where `FrequencyOrder` put it.
     """
 
-    __slots__ = ("block_id", "group", "is_filled", "next_free", "node", "prev_free", "ref_cnt")
+    __slots__ = ("block_id", "group", "is_filled", "level", "next_free", "node", "prev_free", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -29,6 +29,7 @@ class KVCacheBlock:
         self.node: PrefixNode | None = None
         self.group = 0
         self.is_filled = False
+        self.level = 0
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 

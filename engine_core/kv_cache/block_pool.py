@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engine_core.config import FreeOrder
+from engine_core.config import EvictionPolicy
 
-from .block import FreeKVCacheBlockQueue, KVCacheBlock
+from .block import KVCacheBlock
+from .eviction import make_eviction_order
 from .prefix_tree import PrefixTree
 
 
@@ -18,8 +19,7 @@ class BlockPool:
 
     Args:
         num_blocks: at least 1.
-        free_order: `append_all` puts freed blocks at the tail in the order given. `unhashed_first` puts those
-            that hold nothing a lookup could find before the head instead: nothing is lost when they are taken first.
+        eviction_policy: which free block is taken first (`eviction`).
         num_groups: KV cache groups that share the blocks.
 
     Attributes:
@@ -27,10 +27,10 @@ class BlockPool:
         num_freed: how often a block's last reference was dropped, since start.
     """
 
-    def __init__(self, num_blocks: int, free_order: FreeOrder = "append_all", num_groups: int = 1) -> None:
+    def __init__(self, num_blocks: int, eviction_policy: EvictionPolicy = "lru", num_groups: int = 1) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
-        self.free_queue = FreeKVCacheBlockQueue(self.blocks)
-        self.free_order: FreeOrder = free_order
+        self.eviction_policy: EvictionPolicy = eviction_policy
+        self.free_queue = make_eviction_order(eviction_policy, self.blocks)
         self.num_groups = num_groups
         self.num_freed = 0
         self.tree = PrefixTree(num_groups)
@@ -41,7 +41,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return self.free_queue.num_blocks
+        return len(self.free_queue)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -71,19 +71,17 @@ class BlockPool:
         self.free_queue.remove([block for block in blocks if block.ref_cnt == 0])
         for block in blocks:
             block.ref_cnt += 1
+        self.free_queue.hit(blocks)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop one reference of each. Those nobody references any more are evicted in the order given."""
+        """Drop one reference of each, the deepest first, if they are of one request."""
         freed = []
         for block in ordered_blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 freed.append(block)
         self.num_freed += len(freed)
-        if self.free_order == "unhashed_first":
-            self.free_queue.prepend([block for block in freed if block.node is None])
-            freed = [block for block in freed if block.node is not None]
-        self.free_queue.append(freed)
+        self.free_queue.add(freed)
 
     def unregister(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Let lookups no longer find these blocks; references and queue positions stay as they are."""
@@ -96,6 +94,7 @@ class BlockPool:
         if self.num_free_blocks != len(self.blocks):
             return False
         self.tree = PrefixTree(self.num_groups)
+        self.free_queue.reset()
         for block in self.blocks:
             block.node, block.is_filled = None, False
         return True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engine_core.config import FreeOrder, FullPromptHit, PrefixMatchUnit, WindowRetention
+from engine_core.config import EvictionPolicy, FullPromptHit, PrefixMatchUnit, WindowRetention
 from engine_core.request import Request
 from engine_core.runner import SlotCopy
 
@@ -90,7 +90,7 @@ class KVCacheManager:
         enable_caching: bool = True,
         match_unit: PrefixMatchUnit = "token",
         full_prompt_hit: FullPromptHit = "recompute_last_token",
-        free_order: FreeOrder = "append_all",
+        eviction_policy: EvictionPolicy = "lru",
         window_retention: WindowRetention = "all",
         residency: BlockResidency | None = None,
     ) -> None:
@@ -102,9 +102,9 @@ class KVCacheManager:
         self.full_prompt_hit: FullPromptHit = full_prompt_hit
         self.window_retention: WindowRetention = window_retention
         if residency is None:
-            self.pool = BlockPool(num_blocks, free_order, len(self.windows))
+            self.pool = BlockPool(num_blocks, eviction_policy, len(self.windows))
         else:
-            self.pool = ObservedBlockPool(num_blocks, free_order, len(self.windows), residency)
+            self.pool = ObservedBlockPool(num_blocks, eviction_policy, len(self.windows), residency)
         self.tables: dict[str, BlockTable] = {}
         self._provisional: dict[str, list[Registration]] = {}
         self._pending: dict[str, PendingCopies] = {}

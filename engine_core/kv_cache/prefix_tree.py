@@ -35,10 +35,12 @@ class PrefixNode:
         "content",
         "copies",
         "is_source",
+        "level",
         "num_blocks",
         "num_children",
         "parent",
         "sources",
+        "use",
     )
 
     def __init__(self, parent: PrefixNode | None, block_hash: bytes | None, content: Content, num_groups: int) -> None:
@@ -53,6 +55,9 @@ class PrefixNode:
         # The children of which that is true, sorted if there are several.
         self.sources: list[PrefixNode] | tuple[()] = ()
         self._sort_key: tuple[bytes, int] | None = None
+        # What `FrequencyOrder` knows of it; `level` is the highest that it or a child stood in.
+        self.use: tuple[float, float] | None = None
+        self.level = -1 << 62
 
     @property
     def is_live(self) -> bool:

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from engine_core.config import FreeOrder
+from engine_core.config import EvictionPolicy
 from ipc.stats import RESIDENCY_BOUNDS_S, Durations
 
 from .block import KVCacheBlock
@@ -86,8 +86,10 @@ class _Durations:
 class ObservedBlockPool(BlockPool):
     """A pool that tells `residency` what happens to its blocks."""
 
-    def __init__(self, num_blocks: int, free_order: FreeOrder, num_groups: int, residency: BlockResidency) -> None:
-        super().__init__(num_blocks, free_order, num_groups)
+    def __init__(
+        self, num_blocks: int, eviction_policy: EvictionPolicy, num_groups: int, residency: BlockResidency
+    ) -> None:
+        super().__init__(num_blocks, eviction_policy, num_groups)
         self._residency = residency
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:

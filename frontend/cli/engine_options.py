@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from engine_core import EngineConfig
 from engine_core.config import (
-    FreeOrder,
+    EvictionPolicy,
     FullPromptHit,
     HashAlgo,
     KVCacheDtype,
@@ -212,7 +212,9 @@ def _engine_options(
         FullPromptHit,
         option(_CACHE, "What to compute again when a whole prompt is cached."),
     ] = _ENGINE.full_prompt_hit,
-    free_order: Annotated[FreeOrder, option(_CACHE, "Where freed blocks go in the free queue.")] = _ENGINE.free_order,
+    eviction_policy: Annotated[
+        EvictionPolicy, option(_CACHE, "Which cached blocks that nobody uses go first when others need room.")
+    ] = _ENGINE.eviction_policy,
     kv_cache_metrics: Annotated[
         bool, option(_CACHE, "Measure how long cached blocks stay, for /metrics.")
     ] = _ENGINE.kv_cache_metrics,

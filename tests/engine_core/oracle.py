@@ -13,7 +13,7 @@ from ipc.messages import ExtraKeySpan
 from tests.engine_core.make import make_request
 
 ORACLE = Path(__file__).parent.parent / "data" / "oracle"
-FREE_ORDERS = {"native": "unhashed_first", "append_all": "append_all"}
+EVICTION_POLICIES = {"native": "unhashed_first", "append_all": "lru"}
 
 
 def trace_names(kind: str) -> list[str]:

@@ -79,9 +79,9 @@ def test_reset_refuses_while_a_block_is_in_use():
 class PoolMachine(RuleBasedStateMachine):
     """Random operations on a pool and on lists and dicts that say the same thing slowly."""
 
-    @initialize(num_blocks=st.integers(1, 12), free_order=st.sampled_from(["append_all", "unhashed_first"]))
-    def start(self, num_blocks: int, free_order: str):
-        self.pool = BlockPool(num_blocks, free_order)
+    @initialize(num_blocks=st.integers(1, 12), eviction_policy=st.sampled_from(["lru", "unhashed_first"]))
+    def start(self, num_blocks: int, eviction_policy: str):
+        self.pool = BlockPool(num_blocks, eviction_policy)
         self.free = list(range(num_blocks))
         self.refs = [0] * num_blocks
         self.hash_of: dict[int, bytes] = {}
@@ -118,7 +118,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.refs[block_id] -= 1
             if self.refs[block_id] == 0:
                 freed.append(block_id)
-        if self.pool.free_order == "unhashed_first":
+        if self.pool.eviction_policy == "unhashed_first":
             self.free = [b for b in freed if b not in self.hash_of] + self.free
             freed = [b for b in freed if b in self.hash_of]
         self.free += freed

@@ -27,13 +27,13 @@ def ids_of(hit: PrefixHit) -> list[int]:
 class Replay:
     """Applies trace operations to our manager and compares what they return."""
 
-    def __init__(self, header: dict, free_order: str) -> None:
+    def __init__(self, header: dict, eviction_policy: str) -> None:
         self.manager = KVCacheManager(
             header["num_usable_blocks"],
             header["block_size"],
             enable_caching=header["enable_caching"],
             full_prompt_hit="drop_last_block",
-            free_order=free_order,
+            eviction_policy=eviction_policy,
             match_unit="block",
             max_step_tokens=header["max_model_len"],
             windows=(header.get("sliding_window"),),
@@ -113,7 +113,7 @@ class Replay:
 def test_trace_replays_exactly(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     header, records = oracle.read_trace("block_traces", name)
-    replay = Replay(header, oracle.FREE_ORDERS[header["free_order"]])
+    replay = Replay(header, oracle.EVICTION_POLICIES[header["free_order"]])
     pool, hex_len = replay.manager.pool, header["hash_hex_len"]
     for record in records:
         op, result, state = record["op"], record["result"], record["state"]
@@ -138,11 +138,13 @@ def test_trace_replays_exactly(name: str, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("name", oracle.trace_names("block_traces"))
-def test_hits_do_not_depend_on_the_free_order_until_something_is_evicted(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_hits_do_not_depend_on_the_eviction_policy_until_something_is_evicted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     """The document's order on the peer's newer traces: hits, reference counts, cached sets agree before evictions."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     header, records = oracle.read_trace("block_traces", name)
-    replay = Replay(header, "append_all")
+    replay = Replay(header, "lru")
     pool = replay.manager.pool
     compared = 0
     for record in records:

@@ -25,7 +25,7 @@ class Replay:
             enable_caching=header["enable_caching"],
             full_prompt_hit="drop_last_block",
             match_unit="block",
-            free_order=oracle.FREE_ORDERS[header["free_order"]],
+            eviction_policy=oracle.EVICTION_POLICIES[header["free_order"]],
         )
         self.scheduler = Scheduler(
             kv,

@@ -72,7 +72,7 @@ class Workload:
             long_prefill_token_threshold=rng.choice([0, 3]) if chunked else 0,
             reserve_full_sequence=rng.random() < 0.5,
             watermark=rng.choice([0.0, 0.0, 0.2]),
-            free_order=rng.choice(["append_all", "unhashed_first"]),
+            eviction_policy=rng.choice(["lru", "unhashed_first", "frequency"]),
             full_prompt_hit=rng.choice(["recompute_last_token", "drop_last_block"]),
             enable_prefix_caching=rng.random() < 0.9,
             max_num_queued_requests=rng.choice([None, None, 3]),
