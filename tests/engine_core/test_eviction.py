@@ -128,6 +128,16 @@ def test_a_beginning_of_a_block_that_was_copied_is_worth_no_more():
     assert node is not None and node.use is not None and node.use[0] == 1.0
 
 
+def test_a_parent_that_long_documents_share_stays_with_its_children():
+    """By itself it would be worth less than its child: the request that used it last added much."""
+    caller = Caller(200)
+    for _ in range(30):
+        caller.serve("ab")
+    caller.serve("a" + "".join(chr(1000 + number) for number in range(64)))
+    words = [block.node.content for block in caller.order if block.node is not None]
+    assert words.index(b"b") < words.index(b"a")
+
+
 @pytest.mark.parametrize("scale", [1, 7])
 def test_the_half_life_follows_the_gaps_between_uses(scale: int):
     """So that the size of a block, or of the traffic, is no setting."""
