@@ -117,8 +117,9 @@ class Workload:
         if rng.random() < 0.3:
             spans.append(ExtraKeySpan(0, 1, "cache_salt", rng.choice("ab")))
         if rng.random() < 0.2:
-            start = rng.randrange(len(prompt))
-            spans.append(ExtraKeySpan(start, start + rng.randint(1, 9), "mm", rng.choice("xy")))
+            # A picture's key decides how long it is.
+            start, length = rng.randrange(len(prompt)), rng.randint(1, 9)
+            spans.append(ExtraKeySpan(start, start + length, "mm", f"{rng.choice('xy')}{length}"))
         request = EngineRequest(
             f"r{self.num_added}",
             prompt,
