@@ -57,6 +57,8 @@ class Foreword:
         def allocate() -> None:
             nonlocal allocated
             allocated = manager.allocate_slots(request, request.num_tokens - hit.num_tokens, hit)
+            # A step that has run: only then can these blocks be copied from. The peer has nothing like it.
+            manager.commit_step()
 
         for index in range(num_prompts):
             token_ids = random_token_ids(self.w, seed=index)
@@ -64,13 +66,11 @@ class Foreword:
             timings.time("lookup_miss", lookup)
             timings.time("allocate_free" if index < num_prompts // 2 else "allocate_evict", allocate)
             assert hit.num_tokens == 0 and len(allocated) == self.num_prompt_blocks
-            manager.commit_step()
             timings.time("free", manager.free, request)
             request = self.request("warm", token_ids)
             timings.time("lookup_hit", lookup)
             timings.time("allocate_hit", allocate)
             assert hit.num_whole_blocks == self.num_prompt_blocks and allocated is not None
-            manager.commit_step()
             timings.time("free_hit", manager.free, request)
         return timings.medians_s()
 
