@@ -161,6 +161,7 @@ def test_in_torch(kv_cache_dtype: str, model_directory: GetDirectory) -> None:
 # What it costs
 
 
+@pytest.mark.slow
 def test_smollm2_foretells_a_text_nearly_as_in_float32(smollm2: Path) -> None:
     """In chunks, too: what they change is less than what quantization does."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
