@@ -43,9 +43,6 @@ class BlockTable:
         self.num_shared_blocks = len(self.blocks[0])
         self.is_registrable = len(nodes) == self.num_shared_blocks
 
-    def __len__(self) -> int:
-        return len(self.block_tables[0])
-
     def extend(self, group: int, blocks: Sequence[KVCacheBlock]) -> None:
         self.blocks[group] += blocks
         self.block_tables[group] += [block.block_id for block in blocks]

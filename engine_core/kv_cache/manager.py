@@ -96,6 +96,7 @@ class KVCacheManager:
     ) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
+        self._has_windows = any(window is not None for window in windows)
         self.max_step_tokens = max_step_tokens
         self.enable_caching = enable_caching
         self.match_unit: PrefixMatchUnit = match_unit
@@ -222,11 +223,14 @@ class KVCacheManager:
         table = self.tables.get(request.request_id)
         if table is None:
             return self._admit(request, num_new_tokens, hit or self._no_hit, reserve_full_sequence, num_spare_blocks)
-        self._give_back_unseen(table)
+        if self._has_windows:
+            self._give_back_unseen(table)
         num_tokens = request.num_computed_tokens + num_new_tokens
-        num_needed = (-(-num_tokens // self.block_size) - len(table)) * len(self.windows)
-        if num_needed + num_spare_blocks > self.pool.num_free_blocks:
-            return None
+        num_needed = -(-num_tokens // self.block_size) - len(table.block_tables[0])
+        if num_needed > 0:
+            num_needed *= len(self.windows)
+            if num_needed + num_spare_blocks > self.pool.num_free_blocks:
+                return None
         return self._extend(table, num_needed, num_tokens)
 
     def _admit(
@@ -293,10 +297,9 @@ class KVCacheManager:
         self._register_full_blocks(self.tables[request.request_id], request.num_tokens)
 
     def _register_full_blocks(self, table: BlockTable, num_tokens: int) -> None:
-        request = table.request
-        first = len(table.nodes)
+        request, first = table.request, len(table.nodes)
         # A token that a step computes before it is known, at most one, is in no hash yet.
-        num_full = min(num_tokens, request.num_tokens) // self.block_size
+        num_full = min(num_tokens, len(request.token_ids)) // self.block_size
         if first >= num_full or not self.enable_caching or not table.is_registrable:
             return
         tree = self.pool.tree

@@ -57,7 +57,7 @@ class Replay:
 
     def step(self, op: dict, result: dict) -> None:
         scheduler, vocab = self.scheduler, self.header["vocab"]
-        before = {request_id: len(t) for request_id, t in scheduler.kv.tables.items()}
+        before = {request_id: len(t.block_tables[0]) for request_id, t in scheduler.kv.tables.items()}
         resumed = {request.request_id for request in scheduler.waiting if request.num_preemptions}
         step = scheduler.schedule()
         assert self.described(step, before, resumed) == [
