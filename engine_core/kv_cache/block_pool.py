@@ -31,7 +31,6 @@ class BlockPool:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.eviction_policy: EvictionPolicy = eviction_policy
         self.free_queue = make_eviction_order(eviction_policy, self.blocks)
-        self.num_groups = num_groups
         self.num_freed = 0
         self.tree = PrefixTree(num_groups)
 
@@ -93,7 +92,7 @@ class BlockPool:
         """Forget everything cached, if no block is referenced; else change nothing and return False."""
         if self.num_free_blocks != len(self.blocks):
             return False
-        self.tree = PrefixTree(self.num_groups)
+        self.tree.clear()
         self.free_queue.reset()
         for block in self.blocks:
             block.node, block.is_filled = None, False

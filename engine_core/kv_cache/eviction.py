@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from math import exp2, log2
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from engine_core.config import EvictionPolicy
 
@@ -289,8 +289,11 @@ class FrequencyOrder:
 
 def make_eviction_order(policy: EvictionPolicy, blocks: Sequence[KVCacheBlock]) -> EvictionOrder:
     """All `blocks` are free, the first one given to be handed out first."""
-    if policy == "lru":
-        return LruOrder(blocks)
-    if policy == "unhashed_first":
-        return UnhashedFirstOrder(blocks)
-    return FrequencyOrder(blocks, num_remembered=max(2 * len(blocks), 1 << 15))
+    match policy:
+        case "lru":
+            return LruOrder(blocks)
+        case "unhashed_first":
+            return UnhashedFirstOrder(blocks)
+        case "frequency":
+            return FrequencyOrder(blocks, num_remembered=max(2 * len(blocks), 1 << 15))
+    assert_never(policy)

@@ -99,10 +99,14 @@ class PrefixTree:
 
     def __init__(self, num_groups: int = 1) -> None:
         self._num_groups = num_groups
+        self.num_registered = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all nodes. Blocks that still name one are the caller's to mend."""
         self.root = PrefixNode(None, b"", b"", 0)
         self._nodes: dict[bytes, PrefixNode] = {}
         self.num_held = 0
-        self.num_registered = 0
 
     def walk(self, hashes: Iterable[bytes], contents: Iterable[Content]) -> list[PrefixNode]:
         """The nodes of the first blocks, up to the first that has none. Some may have lost their blocks."""
