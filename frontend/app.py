@@ -13,16 +13,16 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from frontend.openai.responses import encode_error
 from frontend.openai.routes import error_response, openai_routes
-from frontend.openai.serving import Serving
 
 from .api_key import ApiKeyGuard, unauthorized
-from .cache_control import cache_routes
+from .cache_routes import cache_routes
 from .docs import docs_routes
 from .errors import ApiError, ClientDisconnectedError, internal_error
 from .health import health_routes
 from .http_config import DEFAULT_MAX_BODY_BYTES
 from .metrics.routes import metrics_routes
 from .request_body import discard_body
+from .serving import Serving
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ipc.messages import RequestError, RequestOutput, TokenLogprob
+from ipc.messages import CacheReport, RequestError, RequestOutput, TokenLogprob
 
 from .detokenizer import Detokenizer
 from .engine_errors import RequestRefusedError
@@ -33,7 +33,7 @@ class TextDelta:
     `num_tokens` counts the output's tokens, whether they have shown as text yet or not (special tokens never do).
     `stop_reason` is the stop string or the id of `stop_token_ids` that ended the text, if one did. `scored_tokens` are
     those whose text begins in `text` or before it, each once, where log-probabilities were asked for.
-    `prompt_logprobs`, where asked for, are in every delta.
+    `prompt_logprobs`, where asked for, are in every delta. `cache` is in the request's first one.
     """
 
     text: str
@@ -44,6 +44,7 @@ class TextDelta:
     index: int = 0
     scored_tokens: Sequence[ScoredToken] = ()
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    cache: CacheReport | None = None
 
 
 class Continuation:
@@ -116,5 +117,12 @@ class Continuation:
         while self._scored and self._scored[0].text_offset < self._num_shown:
             scored_tokens.append(self._scored.popleft())
         return TextDelta(
-            text, num_tokens, output.num_cached_tokens, finish_reason, stop_reason, output.index, scored_tokens
+            text,
+            num_tokens,
+            output.num_cached_tokens,
+            finish_reason,
+            stop_reason,
+            output.index,
+            scored_tokens,
+            cache=output.cache,
         )

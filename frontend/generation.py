@@ -51,7 +51,7 @@ async def generate(
                 prompt_logprobs = prompt_logprobs or output.prompt_logprobs
                 delta = running[output.index].take(output)
                 if scores_only:
-                    delta = TextDelta("", 0, delta.num_cached_tokens, "length", index=delta.index)
+                    delta = TextDelta("", 0, delta.num_cached_tokens, "length", index=delta.index, cache=delta.cache)
                 delta.prompt_logprobs = prompt_logprobs
                 if delta.finish_reason is not None:
                     del running[output.index]

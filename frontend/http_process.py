@@ -21,10 +21,10 @@ import msgspec
 import uvicorn
 import uvloop
 
-from frontend.openai.serving import ServedModel, Serving
 from frontend.prompt.pictures import ChatPictures
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
+from frontend.serving import ServedModel, Serving
 from ipc.logs import configure_logging
 from ipc.process import (
     STARTUP_FAILURE_EXIT_CODE,

@@ -22,7 +22,7 @@ from frontend.openai.responses import (
     Tokenized,
 )
 
-from .cache_control import ResetAnswer, ResetRequest
+from .cache_routes import ResetAnswer, ResetRequest
 from .health import Health, Version
 from .version import foreword_version
 

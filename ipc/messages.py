@@ -16,6 +16,8 @@ from .stats import EngineStats, PrefixCacheReset
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+MAX_KEPT_PREFIXES = 4
+
 # msgspec refuses the union of two string-like types, though MessagePack tells them apart.
 if TYPE_CHECKING:
     SpanKey = str | bytes
@@ -121,13 +123,27 @@ class SamplingParams(Struct, array_like=True, frozen=True):
         return self.has_penalties or any(len(word) > 1 for word in self.bad_words_token_ids)
 
 
+class KeepPrefix(Struct, array_like=True, frozen=True):
+    """Keep what is cached of a prompt's first `num_tokens` tokens for `ttl_s` seconds after each time it is used.
+
+    Where room for kept prefixes is short, those of lower `priority` are given up first.
+    """
+
+    num_tokens: int
+    ttl_s: float
+    priority: int = 0
+
+
 class EngineRequest(Struct, array_like=True, frozen=True):
     """One sequence to continue. `request_id` is unique among its sender's unfinished requests.
 
     Lower `priority` runs first (only under the priority policy). `arrival_time_s` orders equals;
     None means now. `read_prefix_cache=False` computes the whole prompt afresh; its blocks are still
-    written to the cache. `mm_features` are its pictures by position, none over another; their inputs follow when the
-    engine asks for them.
+    written to the cache, unless `write_prefix_cache` is false: then nobody finds anything of it. `mm_features` are its
+    pictures by position, none over another; their inputs follow when the engine asks for them.
+
+    `keep`, at most `MAX_KEPT_PREFIXES`, are to stay in the cache from when the prompt is computed; they count to the
+    share of `tenant`, which is no part of any identity (`extra_key_spans` are).
     """
 
     request_id: str
@@ -138,6 +154,41 @@ class EngineRequest(Struct, array_like=True, frozen=True):
     arrival_time_s: float | None = None
     read_prefix_cache: bool = True
     mm_features: tuple[MultimodalFeature, ...] = ()
+    write_prefix_cache: bool = True
+    keep: tuple[KeepPrefix, ...] = ()
+    tenant: str = ""
+
+
+# Why a prompt was not found whole in the prefix cache:
+#   none            it was: nothing but what has to be computed anyway was computed
+#   continued       all that was cached of its relatives was used; it goes on where they ended
+#   diverged        a cached relative goes on differently
+#   not_found       nothing that begins like it is cached, or was lately
+#   evicted         what comes next was cached, and has given way to something else
+#   reset           what comes next was cached, and the cache was reset
+#   block_boundary  more of it is cached, but only whole blocks are found (`prefix_match_unit`)
+#   read_disabled   it was told not to read the cache, or asks for its prompt's log-probabilities
+#   cache_disabled  there is no prefix cache
+MissReason = Literal[
+    "none",
+    "continued",
+    "diverged",
+    "not_found",
+    "evicted",
+    "reset",
+    "block_boundary",
+    "read_disabled",
+    "cache_disabled",
+]
+
+
+class CacheReport(Struct, array_like=True, frozen=True):
+    """What the prefix cache did for a request: why it did no more when the request was first admitted, and how many
+    tokens of each of its `keep` are kept (fewer than asked for where a share is used up).
+    """
+
+    miss_reason: MissReason
+    num_kept_tokens: tuple[int, ...] = ()
 
 
 class RequestError(Struct, array_like=True, frozen=True):
@@ -186,7 +237,7 @@ class RequestOutput(Struct, array_like=True):
     per new token, `prompt_logprobs` one per prompt token (None for the first, which nothing predicts) in the first
     output, where they were asked for. In an output with a `finish_reason`, `num_unfinished` tells how many of the
     request's other continuations are still to end; an `error` ends them all. `timing` comes with the request's first
-    token and with the last one of each continuation.
+    token and with the last one of each continuation, `cache` with the request's first token.
     """
 
     request_id: str
@@ -200,6 +251,7 @@ class RequestOutput(Struct, array_like=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_unfinished: int = 0
     timing: RequestTiming | None = None
+    cache: CacheReport | None = None
 
     @property
     def ends_request(self) -> bool:
@@ -212,6 +264,7 @@ class RequestOutput(Struct, array_like=True):
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.num_unfinished = later.num_unfinished
         self.timing = later.timing or self.timing
+        self.cache = self.cache or later.cache
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         if self.logprobs is not None and later.logprobs is not None:
             self.logprobs += later.logprobs

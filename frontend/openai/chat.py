@@ -10,12 +10,14 @@ from contextlib import aclosing
 import msgspec
 from msgspec import UNSET
 
+from frontend.choice import ChoiceReader, Part
+from frontend.prepared import PreparedRequest, TokenCounts, run
+from frontend.serving import Serving
 from frontend.streaming import event
 from ipc.messages import TokenLogprob
 
 from .logprobs import chat_logprobs, prompt_logprobs
 from .prepare import prepare_chat
-from .prepared import PreparedRequest, TokenCounts, run
 from .protocol import ChatCompletionRequest
 from .refusals import client_errors
 from .responses import (
@@ -26,9 +28,9 @@ from .responses import (
     ChatCompletionChunk,
     ChatDelta,
     ToolCall,
+    usage_of,
 )
-from .serving import Serving
-from .tool_calls import ChoiceReader, Part
+from .tool_calls import CallNumbers
 
 
 async def answer_chat(serving: Serving, request: ChatCompletionRequest, answer_id: str) -> bytes:
@@ -45,7 +47,7 @@ async def answer_chat(serving: Serving, request: ChatCompletionRequest, answer_i
                 parts[index] += readers[index].read(delta)
                 of_prompt = delta.prompt_logprobs
     choices = [_choice(index, parts_of_it) for index, parts_of_it in enumerate(parts)]
-    answer = ChatCompletion(answer_id, int(time.time()), prepared.model_name, choices, counts.usage())
+    answer = ChatCompletion(answer_id, int(time.time()), prepared.model_name, choices, usage_of(counts))
     if prepared.logprobs is not None or prepared.prompt_logprobs is not None:
         # In a thread: there may be many tokens.
         await asyncio.to_thread(_show_logprobs, serving, prepared, answer, parts, of_prompt)
@@ -55,7 +57,9 @@ async def answer_chat(serving: Serving, request: ChatCompletionRequest, answer_i
 def _choice(index: int, parts: list[Part]) -> ChatChoice:
     """Of all its parts."""
     text = "".join(part.text for part in parts)
-    calls = [ToolCall(id=part.call.id, function=part.call.function) for part in parts if part.call is not None]
+    numbers = CallNumbers()
+    shown = [call for part in parts if (call := numbers.shown(part)) is not None]
+    calls = [ToolCall(id=call.id, function=call.function) for call in shown]
     message = AssistantMessage(text or None, tool_calls=calls) if calls else AssistantMessage(text)
     finish_reason = parts[-1].finish_reason
     assert finish_reason is not None
@@ -91,10 +95,11 @@ async def stream_chat(serving: Serving, request: ChatCompletionRequest, answer_i
     def choice_event(choice: ChatChunkChoice) -> bytes:
         chunk.choices = [choice]
         if prepared.continuous_usage:
-            chunk.usage = counts.usage()
+            chunk.usage = usage_of(counts)
         return event(msgspec.json.encode(chunk))
 
     readers = [ChoiceReader(prepared.tools) for _ in range(prepared.num_choices)]
+    numbers = [CallNumbers() for _ in readers]
     begun: set[int] = set()
     with client_errors(serving, request):
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
@@ -105,8 +110,9 @@ async def stream_chat(serving: Serving, request: ChatCompletionRequest, answer_i
                     begun.add(index)
                     events = choice_event(ChatChunkChoice(ChatDelta(role="assistant", content=""), index))
                 for part in readers[index].read(delta):
+                    call = numbers[index].shown(part)
                     choice = ChatChunkChoice(
-                        ChatDelta(content=part.text or UNSET, tool_calls=UNSET if part.call is None else [part.call]),
+                        ChatDelta(content=part.text or UNSET, tool_calls=UNSET if call is None else [call]),
                         index,
                         finish_reason=part.finish_reason,
                         stop_reason=UNSET if part.finish_reason is None else part.stop_reason,
@@ -117,6 +123,6 @@ async def stream_chat(serving: Serving, request: ChatCompletionRequest, answer_i
                 if events:
                     yield events
     if prepared.include_usage:
-        chunk.choices, chunk.usage = [], counts.usage()
+        chunk.choices, chunk.usage = [], usage_of(counts)
         yield event(msgspec.json.encode(chunk))
     yield event(b"[DONE]")

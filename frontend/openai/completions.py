@@ -10,16 +10,16 @@ from contextlib import aclosing
 import msgspec
 
 from frontend.continuation import ScoredToken, TextDelta
+from frontend.prepared import PreparedRequest, TokenCounts, run
+from frontend.serving import Serving
 from frontend.streaming import event
 
 from .echo import with_prompts
 from .logprobs import completion_logprobs, prompt_logprobs
 from .prepare import prepare_completion
-from .prepared import PreparedRequest, TokenCounts, run
 from .protocol import CompletionRequest
 from .refusals import client_errors
-from .responses import Completion, CompletionChoice
-from .serving import Serving
+from .responses import Completion, CompletionChoice, usage_of
 
 
 async def answer_completion(serving: Serving, request: CompletionRequest, answer_id: str) -> bytes:
@@ -45,7 +45,7 @@ async def answer_completion(serving: Serving, request: CompletionRequest, answer
         # In a thread: there may be many tokens.
         await asyncio.to_thread(_show_logprobs, serving, prepared, choices, scored, last)
     return msgspec.json.encode(
-        Completion(answer_id, int(time.time()), prepared.model_name, choices, usage=counts.usage())
+        Completion(answer_id, int(time.time()), prepared.model_name, choices, usage=usage_of(counts))
     )
 
 
@@ -82,10 +82,10 @@ async def stream_completion(serving: Serving, request: CompletionRequest, answer
                     choice.logprobs = completion_logprobs(delta.scored_tokens, prepared.logprobs, serving.token_bytes)
                 chunk.choices = [choice]
                 if prepared.continuous_usage:
-                    chunk.usage = counts.usage()
+                    chunk.usage = usage_of(counts)
                 yield event(msgspec.json.encode(chunk))
     if prepared.include_usage:
-        chunk.choices, chunk.usage = [], counts.usage()
+        chunk.choices, chunk.usage = [], usage_of(counts)
         yield event(msgspec.json.encode(chunk))
     yield event(b"[DONE]")
 

@@ -8,10 +8,9 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from frontend.continuation import ScoredToken, TextDelta
+from frontend.prepared import PreparedRequest
+from frontend.serving import Serving
 from ipc.messages import TokenLogprob
-
-from .prepared import PreparedRequest
-from .serving import Serving
 
 
 async def with_prompts(

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from frontend.errors import invalid_request
+from frontend.prepared import PreparedRequest
 from frontend.prompt.cache_salt import cache_salt_spans
 from frontend.prompt.processor import check_prompt_length
 from frontend.prompt.prompt import Prompt
+from frontend.serving import Serving
 from ipc.messages import EngineCapabilities
 
 from .chat_prompt import chat_of
 from .echo import prompt_text
-from .prepared import PreparedRequest
 from .protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from .refusals import client_errors
 from .sampling import check_combinations, check_vocabulary, num_logprobs, sampling_params, stop_strings
-from .serving import Serving
 from .tool_calls import callable_tools
 from .unsupported import refuse_unsupported
 

@@ -10,10 +10,10 @@ from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from frontend.errors import ApiError, internal_error, invalid_request, overloaded, shutting_down, unavailable
 from frontend.metrics.families import REJECTION_REASONS
 from frontend.prompt.errors import PromptError, PromptTooLongError
+from frontend.serving import Serving
 from ipc.messages import EngineCapabilities, RequestError
 
 from .protocol import ChatCompletionRequest, CompletionRequest, ImageUrlPart
-from .serving import Serving
 
 
 @contextmanager

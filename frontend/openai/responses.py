@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from frontend.choice import FinishReason
 from frontend.errors import ApiError
-
-FinishReason = Literal["stop", "length", "tool_calls"]
+from frontend.prepared import TokenCounts
 
 
 class PromptTokensDetails(Struct):
@@ -24,6 +24,15 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(counts: TokenCounts) -> Usage:
+    return Usage(
+        prompt_tokens=counts.prompt_tokens,
+        completion_tokens=counts.completion_tokens,
+        total_tokens=counts.prompt_tokens + counts.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(counts.cached_tokens, counts.image_tokens),
+    )
 
 
 class PromptLogprob(Struct):

@@ -13,14 +13,14 @@ from litestar.response.base import ASGIResponse
 
 from frontend.errors import ApiError
 from frontend.request_body import read_body
+from frontend.request_decode import decode_body
+from frontend.serving import Serving
 from frontend.streaming import EventStream, unless_disconnected
 
 from .chat import answer_chat, stream_chat
 from .completions import answer_completion, stream_completion
-from .decode import decode_body
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import ModelCard, ModelList, encode_error
-from .serving import Serving
 from .tokenize import detokenize, tokenize
 
 R = TypeVar("R", ChatCompletionRequest, CompletionRequest)

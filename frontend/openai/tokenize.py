@@ -7,13 +7,13 @@ from msgspec import UNSET, Raw
 
 from frontend.errors import invalid_request
 from frontend.prompt.cache_salt import cache_salt_spans
+from frontend.serving import Serving
 
 from .chat_prompt import chat_of
 from .protocol import DetokenizeRequest, TokenizeRequest
 from .refusals import prompt_errors
 from .responses import Detokenized, Tokenized
 from .sampling import check_vocabulary
-from .serving import Serving
 from .unsupported import refuse_unsupported_in_prompt
 
 _FIELDS_OF_CHATS = (

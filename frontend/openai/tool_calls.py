@@ -1,26 +1,14 @@
-"""What the API shows of a choice: its text, and apart from it the calls of tools in it."""
+"""Tools of the OpenAI API whose calls an answer shows, and how it shows them."""
 
 from __future__ import annotations
 
 import uuid
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from frontend.continuation import ScoredToken, TextDelta
-from frontend.tool_calls import ToolCallScanner
+from frontend.choice import CallableTools, Part
+from frontend.serving import Serving
 
 from .protocol import ChatCompletionRequest
-from .responses import FinishReason, FunctionCall, ToolCallDelta
-from .serving import Serving
-
-
-@dataclass(frozen=True, slots=True)
-class CallableTools:
-    """Tools whose calls are looked for in an answer; without `in_parallel` those after the first are left out."""
-
-    names: frozenset[str]
-    in_parallel: bool
+from .responses import FunctionCall, ToolCallDelta
 
 
 def callable_tools(serving: Serving, request: ChatCompletionRequest) -> CallableTools | None:
@@ -32,53 +20,17 @@ def callable_tools(serving: Serving, request: ChatCompletionRequest) -> Callable
     return CallableTools(names, in_parallel=request.parallel_tool_calls is not False)
 
 
-@dataclass(slots=True)
-class Part:
-    """Of a choice: text, a call, or the end without either. `scored_tokens` are those that begin in it or before."""
+class CallNumbers:
+    """Gives the calls of one choice their ids and numbers."""
 
-    text: str = ""
-    call: ToolCallDelta | None = None
-    scored_tokens: Sequence[ScoredToken] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-
-
-class ChoiceReader:
-    """Divides what one choice says into parts. The last one has the `finish_reason`, and no other."""
-
-    def __init__(self, tools: CallableTools | None) -> None:
-        self._tools = tools
-        self._scanner = ToolCallScanner(() if tools is None else tools.names)
-        self._scored: deque[ScoredToken] = deque()
+    def __init__(self) -> None:
         self._num_calls = 0
 
-    def read(self, delta: TextDelta) -> list[Part]:
-        """The parts that `delta` completes: none while what it adds may still become a call."""
-        if self._tools is None:
-            if not delta.text and delta.finish_reason is None:
-                return []
-            return [Part(delta.text, None, delta.scored_tokens, delta.finish_reason, delta.stop_reason)]
-        self._scored += delta.scored_tokens
-        pieces = self._scanner.push(delta.text)
-        if delta.finish_reason is not None:
-            pieces += self._scanner.flush()
-        parts: list[Part] = []
-        for piece in pieces:
-            if isinstance(piece.value, str):
-                parts.append(Part(piece.value, None, self._scored_before(piece.end)))
-            elif self._tools.in_parallel or not self._num_calls:
-                function = FunctionCall(piece.value.name, piece.value.arguments)
-                call = ToolCallDelta(id=f"call_{uuid.uuid4().hex}", function=function, index=self._num_calls)
-                parts.append(Part("", call, self._scored_before(piece.end)))
-                self._num_calls += 1
-        if delta.finish_reason is not None:
-            is_asking = self._num_calls and delta.finish_reason == "stop"
-            reason: FinishReason = "tool_calls" if is_asking else delta.finish_reason
-            parts.append(Part("", None, list(self._scored), reason, delta.stop_reason))
-        return parts
-
-    def _scored_before(self, end: int) -> list[ScoredToken]:
-        scored = []
-        while self._scored and self._scored[0].text_offset < end:
-            scored.append(self._scored.popleft())
-        return scored
+    def shown(self, part: Part) -> ToolCallDelta | None:
+        """The call in `part`, if there is one. Each part is to be shown once."""
+        if part.call is None:
+            return None
+        function = FunctionCall(part.call.name, part.call.arguments)
+        call = ToolCallDelta(id=f"call_{uuid.uuid4().hex}", function=function, index=self._num_calls)
+        self._num_calls += 1
+        return call

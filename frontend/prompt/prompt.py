@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from frontend.feature_supply import FeatureSource
-from ipc.messages import ExtraKeySpan, MultimodalFeature
+from ipc.messages import ExtraKeySpan, KeepPrefix, MultimodalFeature
+
+from .places import Place, TokenRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +16,16 @@ class Prompt:
     """Token ids, and what they do not say.
 
     `features` are its pictures by position, `extra_key_spans` what the KV cache must know of them. `inputs` has what
-    the model is given of them, for an engine that asks; None without pictures.
+    the model is given of them, for an engine that asks; None without pictures. `places` has those of the chat's places
+    that were asked for; `keep` is as in `EngineRequest`.
     """
 
     token_ids: list[int]
     features: tuple[MultimodalFeature, ...] = ()
     extra_key_spans: tuple[ExtraKeySpan, ...] = ()
     inputs: FeatureSource | None = None
+    keep: tuple[KeepPrefix, ...] = ()
+    places: Mapping[Place, TokenRange] = field(default_factory=dict)
 
 
 def num_image_tokens(features: Iterable[MultimodalFeature]) -> int:

@@ -15,10 +15,10 @@ from frontend.app import create_app
 from frontend.detokenizer import detokenizer_factory, token_bytes_of
 from frontend.http_config import listen
 from frontend.metrics import Metrics
-from frontend.openai.serving import ServedModel, Serving
 from frontend.prompt.pictures import ChatPictures
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer
+from frontend.serving import ServedModel, Serving
 from frontend.tool_calls import TAGS
 
 MODEL_NAMES = ("tiny", "tiny-alias")

@@ -11,12 +11,11 @@ from litestar import Request, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
-from frontend.openai.decode import decode_body
-
 from .engine_client import EngineClient
 from .engine_errors import EngineUnavailableError
 from .errors import ApiError, invalid_request, unavailable
 from .request_body import read_body
+from .request_decode import decode_body
 
 # A step of any length comes first; whoever asks should hear something before proxies give up.
 _RESET_TIMEOUT_S = 30.0

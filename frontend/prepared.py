@@ -7,15 +7,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from frontend.continuation import TextDelta
-from frontend.generation import generate, interleave
-from frontend.metrics.request_record import RequestRecord
-from frontend.prompt.prompt import Prompt, num_image_tokens
-from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams
+from ipc.messages import CacheReport, EngineRequest, ExtraKeySpan, SamplingParams
 
-from .responses import PromptTokensDetails, Usage
+from .choice import CallableTools
+from .continuation import TextDelta
+from .generation import generate, interleave
+from .metrics.request_record import RequestRecord
+from .prompt.prompt import Prompt, num_image_tokens
 from .serving import Serving
-from .tool_calls import CallableTools
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +23,9 @@ class PreparedRequest:
 
     `tools` are those whose calls are looked for in the output. `logprobs` and `prompt_logprobs` say how many likeliest
     tokens to show, if any. `prompt_texts` are to be echoed; empty if they are not. `scores_only`: no output was asked
-    for; the engine makes one token nevertheless, which is neither shown nor counted. `received_s`: when work on it
-    began, on the clock of `time.monotonic`.
+    for; the engine makes one token nevertheless, which is neither shown nor counted. `read_prefix_cache`,
+    `write_prefix_cache` and `tenant` are as in `EngineRequest`. `received_s`: when work on it began, on the clock of
+    `time.monotonic`.
     """
 
     model_name: str
@@ -42,6 +42,9 @@ class PreparedRequest:
     scores_only: bool
     prompt_texts: tuple[str, ...] = ()
     tools: CallableTools | None = None
+    read_prefix_cache: bool = True
+    write_prefix_cache: bool = True
+    tenant: str = ""
     received_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -50,26 +53,33 @@ class PreparedRequest:
 
 
 class TokenCounts:
-    """Adds up what the choices of one answer cost."""
+    """Adds up what the choices of one answer cost.
+
+    Attributes:
+        prompt_tokens: of all prompts, each once; `image_tokens` of them stand for pictures.
+        completion_tokens: of all choices so far.
+        cache_reports: what the cache did for each prompt that has a token.
+    """
 
     def __init__(self, prepared: PreparedRequest) -> None:
-        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
-        self._image_tokens = sum(num_image_tokens(prompt.features) for prompt in prepared.prompts)
-        self._completion_tokens = 0
+        self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
+        self.image_tokens = sum(num_image_tokens(prompt.features) for prompt in prepared.prompts)
+        self.completion_tokens = 0
         self._choices_per_prompt = prepared.sampling_params.n
         self._cached_tokens = [0] * len(prepared.prompts)
+        self.cache_reports: dict[int, CacheReport] = {}
 
     def add(self, index: int, delta: TextDelta) -> None:
-        self._completion_tokens += delta.num_tokens
-        self._cached_tokens[index // self._choices_per_prompt] = delta.num_cached_tokens
+        self.completion_tokens += delta.num_tokens
+        prompt_index = index // self._choices_per_prompt
+        self._cached_tokens[prompt_index] = delta.num_cached_tokens
+        if delta.cache is not None:
+            self.cache_reports[prompt_index] = delta.cache
 
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            total_tokens=self._prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens), self._image_tokens),
-        )
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in the cache."""
+        return sum(self._cached_tokens)
 
 
 async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> AsyncGenerator[tuple[int, TextDelta]]:
@@ -83,6 +93,10 @@ async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> As
             extra_key_spans=(*prepared.extra_key_spans, *prompt.extra_key_spans),
             priority=prepared.priority,
             mm_features=prompt.features,
+            read_prefix_cache=prepared.read_prefix_cache,
+            write_prefix_cache=prepared.write_prefix_cache,
+            keep=prompt.keep,
+            tenant=prepared.tenant,
         )
         for index, prompt in enumerate(prepared.prompts)
     ]

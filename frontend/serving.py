@@ -1,4 +1,4 @@
-"""What every request of the OpenAI API needs: the engine, the prompt's makers, the served model's names."""
+"""What every request needs, whatever API it comes through: the engine, the prompt's makers, the model's names."""
 
 from __future__ import annotations
 
