@@ -9,7 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ipc.messages import EngineCapabilities, EngineRequest, ExtraKeySpan, SamplingParams
+from ipc.messages import (
+    MAX_KEPT_PREFIXES,
+    MAX_KEPT_PRIORITY,
+    MAX_KEPT_TTL_S,
+    EngineCapabilities,
+    EngineRequest,
+    ExtraKeySpan,
+    SamplingParams,
+)
 
 from .config import EngineConfig
 from .errors import InvalidConfigError, InvalidRequestError
@@ -64,6 +72,9 @@ def check_config(config: EngineConfig) -> None:
         raise InvalidConfigError(f"feature_timeout_s: must be finite and above 0, is {config.feature_timeout_s}")
     if not 0 <= config.watermark < 1:
         raise InvalidConfigError(f"watermark: a share of the pool in [0, 1), is {config.watermark}")
+    for name in ("max_kept_share", "max_kept_share_per_tenant"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise InvalidConfigError(f"{name}: a share of the pool in [0, 1], is {getattr(config, name)}")
     if not 0 < config.kv_cache_metrics_sample <= 1:
         raise InvalidConfigError(
             f"kv_cache_metrics_sample: a share of the blocks in (0, 1], is {config.kv_cache_metrics_sample}"
@@ -86,6 +97,7 @@ def check_request(request: EngineRequest, capabilities: EngineCapabilities) -> N
     _check_spans(request.extra_key_spans, capabilities.max_model_len)
     _check_sampling(request.sampling_params, capabilities)
     _check_prompt_logprobs(request)
+    _check_keep(request)
     if request.arrival_time_s is not None and not math.isfinite(request.arrival_time_s):
         raise InvalidRequestError(f"arrival_time_s: must be finite, is {request.arrival_time_s}", "arrival_time_s")
 
@@ -109,6 +121,30 @@ def _check_prompt(token_ids: list[int], capabilities: EngineCapabilities) -> Non
             f" 0 … {capabilities.vocab_size - 1}",
             "prompt_token_ids",
         )
+
+
+def _check_keep(request: EngineRequest) -> None:
+    if len(request.keep) > MAX_KEPT_PREFIXES:
+        raise InvalidRequestError(
+            f"keep: {len(request.keep)} prefixes are to be kept, at most {MAX_KEPT_PREFIXES} may be", "keep"
+        )
+    if request.keep and not request.write_prefix_cache:
+        raise InvalidRequestError("keep: nothing is kept of a request that writes nothing to the cache", "keep")
+    for index, keep in enumerate(request.keep):
+        name, num_prompt_tokens = f"keep[{index}]", len(request.prompt_token_ids)
+        if not 0 < keep.num_tokens <= num_prompt_tokens:
+            raise InvalidRequestError(
+                f"{name}.num_tokens: is {keep.num_tokens}, the prompt has {num_prompt_tokens}", "keep"
+            )
+        if not 0 < keep.ttl_s <= MAX_KEPT_TTL_S:
+            raise InvalidRequestError(f"{name}.ttl_s: must be in (0, {MAX_KEPT_TTL_S}], is {keep.ttl_s}", "keep")
+        if not 0 <= keep.priority <= MAX_KEPT_PRIORITY:
+            raise InvalidRequestError(
+                f"{name}.priority: must be in [0, {MAX_KEPT_PRIORITY}], is {keep.priority}", "keep"
+            )
+    num_bytes = _num_bytes(request.tenant)
+    if num_bytes is None or num_bytes > MAX_KEY_BYTES:
+        raise InvalidRequestError(f"tenant: must be Unicode of at most {MAX_KEY_BYTES} bytes", "tenant")
 
 
 def _check_spans(spans: tuple[ExtraKeySpan, ...], max_model_len: int) -> None:

@@ -57,6 +57,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         eviction_policy: which cached blocks go first when others need room: those unused for longest (`lru`); the same,
             but before them all that hold nothing a lookup could find, as a newer peer does (`unhashed_first`); or those
             used seldom and long ago (`frequency`).
+        max_kept_share: of the KV pool, how much may be kept at once because requests ask for it (`KeepPrefix`).
+        max_kept_share_per_tenant: the same for one tenant.
         num_threads: CPU threads for the model; default the physical cores this process may use.
         fuse_layers: compute a decoder layer of the common kind as a whole, in Foreword's own kernel (CPU only; needs
             `prepack_weights` and `linear_kernel`).
@@ -107,6 +109,8 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     window_retention: WindowRetention = "all"
     full_prompt_hit: FullPromptHit = "recompute_last_token"
     eviction_policy: EvictionPolicy = "lru"
+    max_kept_share: float = 0.5
+    max_kept_share_per_tenant: float = 0.25
     kv_cache_metrics: bool = False
     kv_cache_metrics_sample: float = 0.01
     num_threads: int | None = None

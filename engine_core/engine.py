@@ -97,6 +97,8 @@ class EngineCore:
                 window_retention=config.window_retention,
                 eviction_policy=config.eviction_policy,
                 residency=self._residency,
+                max_kept_share=config.max_kept_share,
+                max_kept_share_per_tenant=config.max_kept_share_per_tenant,
             ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -261,20 +263,27 @@ class EngineCore:
         self._scheduler.supply_feature(request_id, key, inputs, error)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> PrefixCacheReset:
-        """Forget every cached prefix, and what was made of pictures; nothing changes while a request holds blocks.
+        """Forget every cached prefix, kept or not, and what was made of pictures. Requests that run go on with what
+        they have; nobody finds it any more, nor what they compute behind it.
 
-        With `reset_running_requests` those are preempted first (and computed again later), so it always succeeds.
+        With `reset_running_requests` they are preempted first, and computed again later.
         """
         if reset_running_requests:
             self._scheduler.preempt_all()
         kv = self._scheduler.kv
         num_cached_blocks = kv.pool.num_cached_blocks
-        is_reset = kv.reset_prefix_cache()
-        if is_reset and self._features is not None:
+        kv.reset_prefix_cache()
+        num_features = num_features_in_use = 0
+        if self._features is not None:
+            num_features = len(self._features.cache)
             self._features.cache.clear()
+            num_features_in_use = len(self._features.cache)
         return PrefixCacheReset(
-            num_dropped_blocks=num_cached_blocks if is_reset else 0,
+            num_dropped_blocks=num_cached_blocks,
             num_blocks_in_use=kv.pool.num_blocks - kv.pool.num_free_blocks,
+            num_requests_in_use=len(kv.tables),
+            num_dropped_features=num_features - num_features_in_use,
+            num_features_in_use=num_features_in_use,
         )
 
     def stats(self) -> EngineStats:
@@ -289,6 +298,9 @@ class EngineCore:
             num_cached_hashes=pool.tree.num_held,
             kv_cache_usage=pool.usage,
             failed_steps=self._num_failed_steps,
+            num_kept_blocks=pool.kept.num_blocks,
+            kept_blocks_refused=pool.kept.num_refused_blocks,
+            kept_blocks_given_up=pool.kept.num_given_up_blocks,
             block_residency={} if self._residency is None else self._residency.durations(),
             **dataclasses.asdict(scheduler.counters),
             **({} if self._features is None else self._features.stats()),

@@ -35,6 +35,7 @@ class Request:
 
     It is one of the `n` continuations its caller asked for: `index` says which, and `parent` which of them has computed
     its prompt (None for that one). `request_id` is unique in the engine, `output_id` is the caller's.
+    `num_kept_tokens` says how much of each of `keep` is kept, once its prompt is computed.
     `prompt_logprobs` collects those of the prompt until they are given out; None where nobody asked.
     `created_s`, `admitted_s` (first admission) and `first_token_s` are on the clock of `time.monotonic`; a continuation
     shares those of the first.
@@ -56,9 +57,11 @@ class Request:
         "first_token_s",
         "index",
         "inputs",
+        "keep",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_kept_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "output_id",
@@ -70,7 +73,9 @@ class Request:
         "sampling_params",
         "seed",
         "status",
+        "tenant",
         "token_ids",
+        "write_prefix_cache",
     )
 
     def __init__(
@@ -101,6 +106,10 @@ class Request:
             self.prompt_logprobs = [None]
         # A token found in the cache has no logits.
         self.read_prefix_cache: bool = source.read_prefix_cache and self.prompt_logprobs is None
+        self.write_prefix_cache: bool = source.write_prefix_cache
+        self.keep = source.keep
+        self.num_kept_tokens: tuple[int, ...] = ()
+        self.tenant: str = source.tenant
         self.max_tokens = max_tokens
         self.seed = seed
         self.arrival_time_s = arrival_time_s

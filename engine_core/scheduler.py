@@ -173,6 +173,7 @@ class Scheduler:
         Not while a step is running: it may free blocks and look for hits (`ahead.schedule_ahead` does neither).
         """
         step = Step()
+        self.kv.release_expired()
         if self._optional_features is not None:
             self._begin_features(step)
         self._end_waits()
@@ -404,6 +405,8 @@ class Scheduler:
             is_first = request.first_token_s is None
             if is_first:
                 request.first_token_s = now_s
+                if request.keep and request.index == 0:
+                    request.num_kept_tokens = self.kv.keep_prompt(request)
             # Before this token's block is hashed: the others share the prompt's hashes, not that of its first output.
             if request.index == 0 and request.num_output_tokens == 1 and request.sampling_params.n > 1:
                 self._fork(request)

@@ -13,7 +13,7 @@ from litestar.response.base import ASGIResponse
 
 from .engine_client import EngineClient
 from .engine_errors import EngineUnavailableError
-from .errors import ApiError, invalid_request, unavailable
+from .errors import invalid_request, unavailable
 from .request_body import read_body
 from .request_decode import decode_body
 
@@ -62,7 +62,7 @@ def _flag(query: Any, name: str, default: bool) -> bool:
 
 
 async def _reset(engines: Sequence[EngineClient], reset_running_requests: bool) -> ResetAnswer:
-    """Raises ApiError: 503 without an engine, 409 while blocks are in use."""
+    """Raises ApiError (503) without an engine."""
     if any(engine.state != "ready" for engine in engines):
         raise unavailable("its prefix cache cannot be reset")
     try:
@@ -74,14 +74,4 @@ async def _reset(engines: Sequence[EngineClient], reset_running_requests: bool) 
         )
     except EngineUnavailableError as error:
         raise unavailable(str(error)) from error
-    if num_blocks_in_use := sum(result.num_blocks_in_use for result in results):
-        raise ApiError(
-            409,
-            f"running requests hold {num_blocks_in_use} KV blocks; wait for them, or set reset_running_requests to"
-            " preempt them",
-            kind="conflict_error",
-            param="reset_running_requests",
-            code="blocks_in_use",
-            retry_after_s=1,
-        )
     return ResetAnswer(sum(result.num_dropped_blocks for result in results))

@@ -16,7 +16,10 @@ from .stats import EngineStats, PrefixCacheReset
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+# Of `EngineRequest.keep`, and of each of its `KeepPrefix`.
 MAX_KEPT_PREFIXES = 4
+MAX_KEPT_TTL_S = 86_400
+MAX_KEPT_PRIORITY = 100
 
 # msgspec refuses the union of two string-like types, though MessagePack tells them apart.
 if TYPE_CHECKING:
@@ -126,7 +129,7 @@ class SamplingParams(Struct, array_like=True, frozen=True):
 class KeepPrefix(Struct, array_like=True, frozen=True):
     """Keep what is cached of a prompt's first `num_tokens` tokens for `ttl_s` seconds after each time it is used.
 
-    Where room for kept prefixes is short, those of lower `priority` are given up first.
+    Where a tenant's room for kept prefixes is short, those of lower `priority` are given up first.
     """
 
     num_tokens: int

@@ -26,6 +26,9 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     """A snapshot. Counters run since start; hits and queries are in tokens, once per request.
     `prefix_cache_copied` is the part of the hits that was copied from the beginning of a block.
 
+    `num_kept_blocks` are kept for a time (`KeepPrefix`), free or not; `kept_blocks_refused` were to be and are not, for
+    want of room in a share; `kept_blocks_given_up` are not any more although their time was not over.
+
     `resumed_*` count the same for re-admissions after a preemption. `computed_tokens` includes what preempted
     requests compute again. `step_tokens[i]` is the number of steps that computed at most `STEP_TOKENS_BOUNDS[i]` tokens
     and more than the bound before; `computed_tokens` is the sum of their tokens. `block_residency` is empty unless the
@@ -68,14 +71,21 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     feature_input_bytes: int = 0
     prefix_waits: int = 0
     num_waiting_aside: int = 0
+    num_kept_blocks: int = 0
+    kept_blocks_refused: int = 0
+    kept_blocks_given_up: int = 0
 
 
 class PrefixCacheReset(Struct, array_like=True, frozen=True):
-    """What became of an attempt to forget the prefix cache: all of it, or nothing while blocks are in use."""
+    """What became of a prefix cache that was told to forget everything: no lookup finds anything of it any more.
+
+    `num_dropped_blocks` could be found before. `num_blocks_in_use` of the pool still hold what `num_requests_in_use`
+    requests go on with; what those compute behind it is not cached. Of pictures, `num_dropped_features` encoder outputs
+    were forgotten; `num_features_in_use` are used by such requests, and can be found until they have ended.
+    """
 
     num_dropped_blocks: int
-    num_blocks_in_use: int
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_blocks_in_use == 0
+    num_blocks_in_use: int = 0
+    num_requests_in_use: int = 0
+    num_dropped_features: int = 0
+    num_features_in_use: int = 0

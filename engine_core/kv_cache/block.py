@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .prefix_tree import PrefixNode
+    from .retention import Keep
 
 
 class KVCacheBlock:
     """One block of the pool.
 
     `ref_cnt` counts the block tables that contain it, and copies to be made from it; at 0 it is in the free queue, and
-    only then. While a lookup can find the block, it holds what `node` says for the layers of `group`; then `is_filled`
-    tells whether all of that was written by steps that have run. `level` is where `FrequencyOrder` put it.
+    only then, unless it is kept. `keep` says on what terms it is, or will be when it is free.
+
+    While a lookup can find the block, it holds what `node` says for the layers of `group`; then `is_filled` tells
+    whether all of that was written by steps that have run. `level` is where `FrequencyOrder` put it.
     """
 
-    __slots__ = ("block_id", "group", "is_filled", "level", "next_free", "node", "prev_free", "ref_cnt")
+    __slots__ = ("block_id", "group", "is_filled", "keep", "level", "next_free", "node", "prev_free", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -30,6 +33,7 @@ class KVCacheBlock:
         self.group = 0
         self.is_filled = False
         self.level = 0
+        self.keep: Keep | None = None
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 

@@ -18,7 +18,8 @@ class BlockTable:
     given back: then it is None in `blocks`, and 0 in `block_tables`.
 
     Attributes:
-        is_registrable: false once another prefix had the hash of one of the blocks: those behind it are not cached.
+        is_registrable: whether what it fills is to be cached. False once another prefix had the hash of one of its
+            blocks, or the cache was reset: those behind it are not cached either.
         num_given_back: of each group, how many blocks.
     """
 
@@ -41,7 +42,7 @@ class BlockTable:
         self.block_tables = [[0 if block is None else block.block_id for block in blocks] for blocks in shared]
         self.num_given_back = [blocks.count(None) for blocks in self.blocks]
         self.num_shared_blocks = len(self.blocks[0])
-        self.is_registrable = len(nodes) == self.num_shared_blocks
+        self.is_registrable = request.write_prefix_cache and len(nodes) == self.num_shared_blocks
 
     def extend(self, group: int, blocks: Sequence[KVCacheBlock]) -> None:
         self.blocks[group] += blocks
@@ -59,7 +60,7 @@ class BlockTable:
         return [block for block in reversed(blocks) if block is not None]
 
     def at(self, index: int) -> list[KVCacheBlock]:
-        """Block `index` of each group; all groups still have theirs."""
+        """Block `index` of each group that has not given its back."""
         blocks = [blocks[index] for blocks in self.blocks]
         return [block for block in blocks if block is not None]
 

@@ -31,6 +31,10 @@ class EvictionOrder(Protocol):
         """These were freed together, the deepest first."""
         ...
 
+    def add_first(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """These, which hold nothing a lookup could find, are to go before all others."""
+        ...
+
     def pop(self, count: int) -> list[KVCacheBlock]:
         """Take the first `count` blocks. They still have their nodes.
 
@@ -63,6 +67,9 @@ class LruOrder(FreeKVCacheBlockQueue):
 
     def add(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.append(blocks)
+
+    def add_first(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.prepend(blocks)
 
     def hit(self, blocks: Sequence[KVCacheBlock]) -> None:
         pass
@@ -176,6 +183,9 @@ class FrequencyOrder:
                 run, run_level = [], level
             run.append(block)
         self._append(run_level, run)
+
+    def add_first(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._append(_UNHASHED, blocks)
 
     def pop(self, count: int) -> list[KVCacheBlock]:
         if count > self._num_blocks:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,11 +19,13 @@ from .groups import first_visible_block, most_blocks
 from .prefix_hit import PrefixHit, Tail, find_hit
 from .prefix_tree import PrefixNode
 from .residency import BlockResidency, ObservedBlockPool
+from .retention import spans_of_terms
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Why a request could not be admitted: its whole sequence lacked `num_blocks` blocks beyond `num_spare_blocks`.
+    """Why a request could not be admitted: its whole sequence lacked `num_blocks` blocks beyond `num_spare_blocks`
+    and, with `spare_kept`, kept ones.
 
     `num_freed` and `num_registered` are the pool's at that moment, `next_hash` that of the first block it did not find
     cached (None if it cannot find more).
@@ -31,6 +34,7 @@ class Shortage:
     request: Request
     num_blocks: int
     num_spare_blocks: int
+    spare_kept: bool
     num_freed: int
     num_registered: int
     next_hash: bytes | None
@@ -76,6 +80,7 @@ class KVCacheManager:
         windows: of each KV cache group, how many tokens its layers see; None is all.
         max_step_tokens: most tokens that one request computes in a step; only sequences with windows depend on it.
         match_unit: with `token`, the beginning of a block is found, too, and copied; with `block`, whole blocks only.
+        max_kept_share, max_kept_share_per_tenant, clock: as `BlockPool`'s.
         window_retention: what groups with a window keep for lookups: all blocks, or, of a prompt alone, those that the
             longest hit of the same prompt needs.
     """
@@ -93,6 +98,9 @@ class KVCacheManager:
         eviction_policy: EvictionPolicy = "lru",
         window_retention: WindowRetention = "all",
         residency: BlockResidency | None = None,
+        max_kept_share: float = 0.5,
+        max_kept_share_per_tenant: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
@@ -102,10 +110,15 @@ class KVCacheManager:
         self.match_unit: PrefixMatchUnit = match_unit
         self.full_prompt_hit: FullPromptHit = full_prompt_hit
         self.window_retention: WindowRetention = window_retention
-        if residency is None:
-            self.pool = BlockPool(num_blocks, eviction_policy, len(self.windows))
-        else:
-            self.pool = ObservedBlockPool(num_blocks, eviction_policy, len(self.windows), residency)
+        make_pool = BlockPool if residency is None else partial(ObservedBlockPool, residency=residency)
+        self.pool = make_pool(
+            num_blocks,
+            eviction_policy,
+            len(self.windows),
+            max_kept_share=max_kept_share,
+            max_kept_share_per_tenant=max_kept_share_per_tenant,
+            clock=clock,
+        )
         self.tables: dict[str, BlockTable] = {}
         self._provisional: dict[str, list[Registration]] = {}
         self._pending: dict[str, PendingCopies] = {}
@@ -159,7 +172,8 @@ class KVCacheManager:
 
     def _parent_of_tail(self, table: BlockTable, index: int) -> PrefixNode | None:
         """The node before block `index`, the first one that is computed in part; None if nobody may copy from that."""
-        if index < table.num_shared_blocks or index > len(table.nodes) or table.request.request_id in self._pending:
+        is_own = table.num_shared_blocks <= index <= len(table.nodes)
+        if not (is_own and table.is_registrable) or table.request.request_id in self._pending:
             return None
         return table.nodes[index - 1] if index else self.pool.tree.root
 
@@ -194,6 +208,7 @@ class KVCacheManager:
             shortage is not None
             and shortage.request is request
             and shortage.num_spare_blocks == num_spare_blocks
+            and shortage.spare_kept == bool(self.tables)
             and self.pool.num_freed - shortage.num_freed < shortage.num_blocks
             and not self._may_hit_more(shortage)
         )
@@ -218,7 +233,8 @@ class KVCacheManager:
         `hit` is given when the request has no table yet: its blocks become the head of the table, and what its tail
         has is to be copied (`copies_for`). Returns the newly taken blocks, group after group, or None if they would
         leave fewer than `num_spare_blocks` free or, with `reserve_full_sequence`, if the rest of the sequence would not
-        fit either. Then nothing has changed, but that blocks out of all windows were given back.
+        fit either. Then nothing has changed, but that blocks out of all windows were given back. Blocks that are kept
+        are given up only for a request that alone has a table.
         """
         table = self.tables.get(request.request_id)
         if table is None:
@@ -229,7 +245,7 @@ class KVCacheManager:
         num_needed = -(-num_tokens // self.block_size) - len(table.block_tables[0])
         if num_needed > 0:
             num_needed *= len(self.windows)
-            if num_needed + num_spare_blocks > self.pool.num_free_blocks:
+            if num_needed + num_spare_blocks > self._num_takeable_blocks(spare_kept=len(self.tables) > 1):
                 return None
         return self._extend(table, num_needed, num_tokens)
 
@@ -244,8 +260,9 @@ class KVCacheManager:
             num_in_all = most_blocks(self.windows, request.num_tokens, self.block_size, self.max_step_tokens)
             num_required = max(num_needed, num_in_all - len(touched))
         sources = () if hit.tail is None else hit.tail.blocks
-        num_required += num_spare_blocks + len([block for block in (*touched, *sources) if block.ref_cnt == 0])
-        num_lacking = num_required - self.pool.num_free_blocks
+        spare_kept = bool(self.tables)
+        num_required += num_spare_blocks + self._num_taken_by((*touched, *sources), spare_kept)
+        num_lacking = num_required - self._num_takeable_blocks(spare_kept)
         if num_lacking > 0:
             if reserve_full_sequence:
                 self._note_shortage(request, num_lacking, num_spare_blocks, hit)
@@ -263,12 +280,23 @@ class KVCacheManager:
             self._pending[request.request_id] = PendingCopies(copies, sources)
         return new_blocks
 
+    def _num_takeable_blocks(self, spare_kept: bool) -> int:
+        return self.pool.num_unkept_free_blocks if spare_kept else self.pool.num_free_blocks
+
+    @staticmethod
+    def _num_taken_by(hit: Sequence[KVCacheBlock], spare_kept: bool) -> int:
+        """Of the blocks of a hit, how many could have been taken otherwise."""
+        if spare_kept:
+            return len([block for block in hit if block.ref_cnt == 0 and block.keep is None])
+        return len([block for block in hit if block.ref_cnt == 0])
+
     def _note_shortage(self, request: Request, num_lacking: int, num_spare_blocks: int, hit: PrefixHit) -> None:
         next_hash = None
         if request.read_prefix_cache and hit.num_whole_blocks < len(request.block_hashes):
             next_hash = request.block_hashes[hit.num_whole_blocks]
+        num_freed, num_registered = self.pool.num_freed, self.pool.tree.num_registered
         self._shortage = Shortage(
-            request, num_lacking, num_spare_blocks, self.pool.num_freed, self.pool.tree.num_registered, next_hash
+            request, num_lacking, num_spare_blocks, bool(self.tables), num_freed, num_registered, next_hash
         )
 
     def _extend(self, table: BlockTable, num_needed: int, num_tokens: int) -> list[KVCacheBlock]:
@@ -285,7 +313,10 @@ class KVCacheManager:
         for group, window in enumerate(self.windows):
             if window is not None:
                 first = first_visible_block(window, table.request.num_computed_tokens, self.block_size)
-                self.pool.free_blocks(table.give_back(group, first))
+                self._free(table.request, table.give_back(group, first))
+
+    def _free(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
+        self.pool.free_blocks(blocks, to_be_taken_first=not request.write_prefix_cache)
 
     def copies_for(self, request: Request) -> Sequence[SlotCopy]:
         """What has to be copied before the step in which the request was just admitted."""
@@ -393,7 +424,7 @@ class KVCacheManager:
         del self.tables[request.request_id]
         if (pending := self._pending.pop(request.request_id, None)) is not None:
             self.pool.free_blocks(pending.sources)
-        self.pool.free_blocks(table.from_the_end())
+        self._free(request, table.from_the_end())
 
     def _keep_tail(self, table: BlockTable) -> None:
         request = table.request
@@ -413,6 +444,37 @@ class KVCacheManager:
         if parent is not None:
             self.pool.tree.add_partial(parent, content, blocks)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and no change, while any request holds a block."""
-        return self.pool.reset()
+    def keep_prompt(self, request: Request) -> tuple[int, ...]:
+        """The prompt is computed: keep what the request asked for; of each of its `keep`, how many tokens are kept.
+
+        What several of them cover is kept on the best terms of each.
+        """
+        table = self.tables[request.request_id]
+        num_kept_blocks = 0
+        if self.enable_caching and request.write_prefix_cache:
+            for first, end, terms in spans_of_terms(request.keep, request.tenant, self.block_size):
+                columns = [table.at(index) for index in range(first, end)]
+                num_kept = self.pool.keep([block for column in columns for block in column], terms)
+                for column in columns:
+                    num_kept -= len(column)
+                    if num_kept < 0:
+                        break
+                    num_kept_blocks += 1
+                if num_kept_blocks < end:
+                    break
+        return tuple(min(keep.num_tokens, num_kept_blocks * self.block_size) for keep in request.keep)
+
+    def release_expired(self) -> None:
+        """Blocks that were kept for long enough are free as any other."""
+        self.pool.release_expired()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, kept or not. What requests hold now stays theirs, and nobody finds it any more,
+        nor what they compute behind it.
+        """
+        self.pool.reset()
+        self._provisional.clear()
+        for table in self.tables.values():
+            table.is_registrable = False
+            # Nor are its continuations', which begin with a copy of it.
+            table.request.write_prefix_cache = False

@@ -11,6 +11,7 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from engine_core.config import EvictionPolicy
 from ipc.stats import RESIDENCY_BOUNDS_S, Durations
@@ -87,12 +88,20 @@ class ObservedBlockPool(BlockPool):
     """A pool that tells `residency` what happens to its blocks."""
 
     def __init__(
-        self, num_blocks: int, eviction_policy: EvictionPolicy, num_groups: int, residency: BlockResidency
+        self,
+        num_blocks: int,
+        eviction_policy: EvictionPolicy,
+        num_groups: int,
+        *,
+        residency: BlockResidency,
+        **retention: Any,
     ) -> None:
-        super().__init__(num_blocks, eviction_policy, num_groups)
+        """`retention`: as `BlockPool`'s arguments by keyword."""
+        super().__init__(num_blocks, eviction_policy, num_groups, **retention)
         self._residency = residency
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
+        self._give_up_kept(count)
         first = itertools.islice(self.free_queue, count)
         evicted_ids = [block.block_id for block in first if block.node is not None]
         blocks = super().get_new_blocks(count)
@@ -103,8 +112,6 @@ class ObservedBlockPool(BlockPool):
         super().touch(blocks)
         self._residency.used(blocks)
 
-    def reset(self) -> bool:
-        done = super().reset()
-        if done:
-            self._residency.forget()
-        return done
+    def reset(self) -> None:
+        super().reset()
+        self._residency.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from engine_core.request import Request
 from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams
@@ -19,7 +20,9 @@ def make_request(
     read_prefix_cache: bool = True,
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = True,
+    **cache: Any,
 ) -> Request:
+    """`cache`: more fields of `EngineRequest`."""
     source = EngineRequest(
         request_id=request_id,
         prompt_token_ids=list(token_ids),
@@ -29,5 +32,6 @@ def make_request(
         extra_key_spans=extra_key_spans,
         priority=priority,
         read_prefix_cache=read_prefix_cache,
+        **cache,
     )
     return Request(source, max_tokens=max_tokens, seed=0, arrival_time_s=arrival_time_s)

@@ -186,6 +186,8 @@ class SlowCache:
 
     def is_kept(self, request: Request, group: int, index: int) -> bool:
         """Whether block `index` is to be found once it is full."""
+        if not request.write_prefix_cache:
+            return False
         if self.windows[group] is None or self.engine.config.window_retention == "all":
             return True
         end = (request.num_prompt_tokens - 1) // self.block_size
@@ -331,6 +333,8 @@ class PendingStep:
         for request, table, group, block, times_taken, first, num_tokens in self._writes:
             if cache._times_taken[block] != times_taken:
                 continue
+            if not request.write_prefix_cache:
+                continue
             ids = cache.prefix_ids(request)[first : first + num_tokens]
             is_unended = cache.kv.tables.get(request.request_id) is table
             for slots in (cache._least, cache._most) if is_unended else (cache._most,):
@@ -415,11 +419,9 @@ def watch(engine: EngineCore) -> SlowCache:
         cache.begin_step()
         return schedule()
 
-    def watched_reset() -> bool:
-        is_reset = reset_prefix_cache()
-        if is_reset:
-            cache.forget()
-        return is_reset
+    def watched_reset() -> None:
+        reset_prefix_cache()
+        cache.forget()
 
     kv.allocate_slots = watched_allocation
     engine._scheduler.schedule = watched_schedule

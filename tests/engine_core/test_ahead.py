@@ -195,7 +195,7 @@ class TestWhatComesWhileAStepRuns:
         engine = make_engine()
         add(engine, "a", range(6), 9)
         first = tokens_of(engine.step().outputs)
-        assert engine.reset_prefix_cache(reset_running_requests=True).is_done
+        assert engine.reset_prefix_cache(reset_running_requests=True).num_requests_in_use == 0
         assert first + tokens_of(finish(engine)["a"]) == expected_output(range(6), 9, VOCAB)
 
 

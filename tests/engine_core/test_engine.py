@@ -433,17 +433,17 @@ class TestEnding:
 
 
 class TestCacheControl:
-    def test_reset_refuses_while_requests_run_and_can_preempt_them(self):
+    def test_a_reset_forgets_what_running_requests_have_and_can_preempt_them(self):
         engine = make_engine()
         request = make_request(range(10), 6)
         engine.add_request(request)
         engine.step()
-        assert engine.reset_prefix_cache() == PrefixCacheReset(num_dropped_blocks=0, num_blocks_in_use=3)
-        assert engine.reset_prefix_cache(reset_running_requests=True) == PrefixCacheReset(3, 0)
+        assert engine.reset_prefix_cache() == PrefixCacheReset(2, num_blocks_in_use=3, num_requests_in_use=1)
+        assert engine.reset_prefix_cache(reset_running_requests=True) == PrefixCacheReset(0)
         assert engine.stats().num_cached_hashes == 0
         outputs = run(engine)[request.request_id]
         assert tokens_of(outputs) == expected_output(range(10), 6, VOCAB)[1:]
-        assert engine.reset_prefix_cache().is_done
+        engine.reset_prefix_cache()
         assert complete(engine, range(10), 1)[0].num_cached_tokens == 0
 
     def test_caching_can_be_switched_off(self):

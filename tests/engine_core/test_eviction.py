@@ -100,7 +100,7 @@ def test_forgetting_the_cache_forgets_the_uses():
         caller.serve("ab")
     caller.serve("cdef")
     before = list(caller.order)
-    assert caller.pool.reset()
+    caller.pool.reset()
     assert list(caller.order) == before
     assert not caller.order._remembered
     caller.serve("ab")

@@ -135,9 +135,9 @@ class TestWhatIsEncodedAndAskedFor:
         engine.add_request(first)
         supply(engine, [first])
         engine.step()
-        assert not engine.reset_prefix_cache().is_done, "it computes with its picture"
+        assert engine.reset_prefix_cache().num_features_in_use == 1, "it computes with its picture"
         assert engine.stats().encoder_cache_used_bytes > 0
-        assert engine.reset_prefix_cache(reset_running_requests=True).is_done
+        assert engine.reset_prefix_cache(reset_running_requests=True).num_dropped_features == 1
         assert engine.stats().encoder_cache_used_bytes == 0
         run(engine, first, add=False)
         assert engine.runner.encoded == [CAT, CAT]

@@ -100,7 +100,11 @@ class Replay:
         request.num_computed_tokens = 0
 
     def reset(self, op: dict, result: dict) -> None:
-        assert self.manager.reset_prefix_cache() == result["ok"]
+        # The peer refuses while blocks are in use.
+        pool = self.manager.pool
+        assert (pool.num_free_blocks == pool.num_blocks) == result["ok"]
+        if result["ok"]:
+            self.manager.reset_prefix_cache()
 
     def evict(self, op: dict, result: dict) -> None:
         self.manager.pool.unregister(self.manager.pool.blocks[block_id] for block_id in oracle.ours(op["block_ids"]))

@@ -37,7 +37,7 @@ def totals(watched: BlockResidency) -> dict[str, tuple[int, float]]:
 
 def test_a_blocks_life(clock: Clock) -> None:
     watched = BlockResidency(1.0)
-    pool = ObservedBlockPool(2, "lru", 1, watched)
+    pool = ObservedBlockPool(2, "lru", 1, residency=watched)
     (block,) = pool.get_new_blocks(1)
     cache_apart(pool, [block], [b"hash"])
     clock.now_s += 3
@@ -57,13 +57,13 @@ def test_a_blocks_life(clock: Clock) -> None:
 @pytest.mark.parametrize("give_up", ["without hash", "reset"])
 def test_what_nobody_could_find_any_more_is_no_eviction(clock: Clock, give_up: str) -> None:
     watched = BlockResidency(1.0)
-    pool = ObservedBlockPool(1, "lru", 1, watched)
+    pool = ObservedBlockPool(1, "lru", 1, residency=watched)
     (block,) = pool.get_new_blocks(1)
     if give_up == "reset":
         cache_apart(pool, [block], [b"hash"])
     pool.free_blocks([block])
     if give_up == "reset":
-        assert pool.reset()
+        pool.reset()
     clock.now_s += 5
     pool.get_new_blocks(1)
     assert totals(watched)["lifetime"] == (0, 0)
@@ -71,7 +71,7 @@ def test_what_nobody_could_find_any_more_is_no_eviction(clock: Clock, give_up: s
 
 def test_a_pool_without_enough_blocks_changes_nothing(clock: Clock) -> None:
     watched = BlockResidency(1.0)
-    pool = ObservedBlockPool(1, "lru", 1, watched)
+    pool = ObservedBlockPool(1, "lru", 1, residency=watched)
     (block,) = pool.get_new_blocks(1)
     cache_apart(pool, [block], [b"hash"])
     pool.free_blocks([block])
@@ -82,7 +82,7 @@ def test_a_pool_without_enough_blocks_changes_nothing(clock: Clock) -> None:
 
 def test_a_sample_is_a_share_of_the_blocks() -> None:
     watched = BlockResidency(0.25)
-    pool = ObservedBlockPool(4000, "lru", 1, watched)
+    pool = ObservedBlockPool(4000, "lru", 1, residency=watched)
     blocks = pool.get_new_blocks(4000)
     cache_apart(pool, blocks, [str(block.block_id).encode() for block in blocks])
     pool.free_blocks(blocks)

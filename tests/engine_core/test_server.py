@@ -371,7 +371,7 @@ def test_a_refusal_that_fits_no_message_ends_only_that_session(endpoint: str, co
         for frontend in (absurd, healthy):
             frontend.hello()
             frontend.add("r", [7], 300 if frontend is healthy else 50_000)
-        absurd.add("x" * (DEFAULT_LIMITS.max_body_bytes - 80), [1])
+        absurd.add("x" * (DEFAULT_LIMITS.max_body_bytes - 90), [1])
         assert isinstance(absurd.receive(Goodbye), Goodbye)
         assert healthy.finish("r")["r"][0] == continuation([7], 300)
         wait_until(lambda: is_idle(server.engine))

@@ -75,10 +75,10 @@ def test_a_reset_beside_running_requests_says_what_they_hold_or_preempts_them(en
         frontend = join()
         frontend.add("r", [5] * 3 * BLOCK_SIZE, 60)
         next(frontend.outputs())
-        refused = reset(frontend)
-        assert refused.num_dropped_blocks == 0 and refused.num_blocks_in_use >= 4
+        first = reset(frontend)
+        assert first.num_dropped_blocks >= 3 and first.num_blocks_in_use >= 4 and first.num_requests_in_use == 1
         done = reset(frontend, reset_running_requests=True)
-        assert done.num_dropped_blocks >= 3 and done.is_done
+        assert done.num_dropped_blocks == done.num_blocks_in_use == done.num_requests_in_use == 0
         last = frontend.finish("r")["r"][1]
         assert last.finish_reason == "length"
         assert last.timing is not None and last.timing.num_preemptions == 1
@@ -93,7 +93,7 @@ def test_the_answer_to_a_frontend_that_left_is_not_kept(endpoint: str, join: Con
         leaves.send(ResetPrefixCache(7))
         leaves.send(Goodbye())
         stays.finish("r")
-        assert reset(stays).is_done
+        assert reset(stays).num_requests_in_use == 0
         assert leaves.receive(PrefixCacheWasReset, timeout_s=0.2) is None
 
 

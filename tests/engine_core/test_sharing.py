@@ -138,7 +138,7 @@ class TestOnce:
             outputs |= {output.request_id: [output] for output in engine.step().outputs}
         before, waits = engine.stats().computed_tokens, engine.stats().prefix_waits
         num_done = len(PROMPT) + 1
-        assert engine.reset_prefix_cache(reset_running_requests=True).is_done
+        engine.reset_prefix_cache(reset_running_requests=True)
         while engine.stats().num_running < 3:
             for output in engine.step().outputs:
                 outputs.setdefault(output.request_id, []).append(output)

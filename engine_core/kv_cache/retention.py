@@ -1,0 +1,234 @@
+"""Prefixes that are kept: cached blocks that are not handed out for a time, within a share of the pool.
+
+A block is kept for one tenant, from when the prompt that asked for it is computed. Its time counts from its last use:
+what a request references cannot be evicted anyway, so it begins when the block is free, and again each time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from ipc.messages import KeepPrefix
+
+from .block import KVCacheBlock
+
+
+class KeepTerms(NamedTuple):
+    """For whom and how long a block is kept. Of one tenant's, those of lower `priority` are given up first."""
+
+    tenant: str
+    ttl_s: float
+    priority: int
+
+
+class Keep:
+    """Free blocks that are kept on the same terms since the same time; the deepest first, if they are of one request.
+
+    A referenced block still names the one it was in, for its terms.
+    """
+
+    __slots__ = ("blocks", "expires_s", "terms")
+
+    def __init__(self, terms: KeepTerms, expires_s: float) -> None:
+        self.terms = terms
+        self.expires_s = expires_s
+        self.blocks: dict[int, KVCacheBlock] = {}
+
+
+class _Tenant:
+    """`num_blocks` are kept for it, free or not. `keeps`: those of lowest priority that expire soonest come first."""
+
+    __slots__ = ("keeps", "num_blocks")
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self.keeps: list[tuple[int, float, int, Keep]] = []
+
+    def first(self) -> Keep | None:
+        """The next one to be given up."""
+        while self.keeps and not self.keeps[0][3].blocks:
+            heappop(self.keeps)
+        return self.keeps[0][3] if self.keeps else None
+
+
+class KeptBlocks:
+    """Which blocks are kept, for whom and until when. Every operation is O(log keeps) for the blocks it is given
+    together, besides O(1) for each; `give_up` looks at every tenant.
+
+    Args:
+        max_blocks: most that are kept at once.
+        max_tenant_blocks: most of one tenant.
+
+    Attributes:
+        num_blocks: that are kept now; `num_free_blocks` of them are not referenced.
+        num_refused_blocks: how many were not kept though asked for, since start; `num_given_up_blocks`: how many were
+            given up before their time.
+    """
+
+    def __init__(self, max_blocks: int, max_tenant_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_blocks = max_blocks
+        self.max_tenant_blocks = max_tenant_blocks
+        self._clock = clock
+        self.num_blocks = 0
+        self.num_free_blocks = 0
+        self.num_refused_blocks = 0
+        self.num_given_up_blocks = 0
+        self._tenants: dict[str, _Tenant] = {}
+        self._expiries: list[tuple[float, int, Keep]] = []
+        self._num_live_keeps = 0
+        self._serial = itertools.count()
+
+    def keep(self, blocks: Sequence[KVCacheBlock], terms: KeepTerms) -> tuple[int, list[KVCacheBlock]]:
+        """Keep `blocks`, which are referenced, on these terms or better ones, from the first one on as far as there is
+        room.
+
+        Returns how many of them are kept, and the free ones that gave way to them: of the same tenant and of lower
+        priority.
+        """
+        keep = Keep(terms, 0.0)
+        released: list[KVCacheBlock] = []
+        for place, block in enumerate(blocks):
+            if not _is_better(terms, block.keep):
+                continue
+            if not self._has_room(terms, block.keep):
+                gives_way = self._lowest(terms.tenant)
+                if gives_way is None or gives_way.terms.priority >= terms.priority:
+                    self.num_refused_blocks += sum(_is_better(terms, other.keep) for other in blocks[place:])
+                    return place, released
+                released += self._take(gives_way, 1)
+                self.num_given_up_blocks += 1
+            self.forget(block)
+            block.keep = keep
+            self._count(terms.tenant, 1)
+        return len(blocks), released
+
+    def _has_room(self, terms: KeepTerms, present: Keep | None) -> bool:
+        if present is None and self.num_blocks >= self.max_blocks:
+            return False
+        if present is not None and present.terms.tenant == terms.tenant:
+            return True
+        tenant = self._tenants.get(terms.tenant)
+        return (0 if tenant is None else tenant.num_blocks) < self.max_tenant_blocks
+
+    def _lowest(self, name: str) -> Keep | None:
+        tenant = self._tenants.get(name)
+        return None if tenant is None else tenant.first()
+
+    def freed(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """The last reference of these kept blocks was dropped, of all at once: their time begins."""
+        now_s = self._clock()
+        keeps: dict[KeepTerms, Keep] = {}
+        for block in blocks:
+            assert block.keep is not None
+            terms = block.keep.terms
+            keep = keeps.get(terms)
+            if keep is None:
+                keep = keeps[terms] = Keep(terms, now_s + terms.ttl_s)
+            keep.blocks[block.block_id] = block
+            block.keep = keep
+            self.num_free_blocks += 1
+        for keep in keeps.values():
+            self._push(keep)
+
+    def _push(self, keep: Keep) -> None:
+        self._num_live_keeps += 1
+        serial = next(self._serial)
+        heappush(self._expiries, (keep.expires_s, serial, keep))
+        tenant = self._tenants[keep.terms.tenant]
+        heappush(tenant.keeps, (keep.terms.priority, keep.expires_s, serial, keep))
+        # Those whose blocks were all used again stay in the heaps until they come up.
+        if len(self._expiries) > 64 + 4 * self._num_live_keeps:
+            self._expiries = [entry for entry in self._expiries if entry[2].blocks]
+            heapify(self._expiries)
+        if len(tenant.keeps) > 64 + 4 * tenant.num_blocks:
+            tenant.keeps = [entry for entry in tenant.keeps if entry[3].blocks]
+            heapify(tenant.keeps)
+
+    def touched(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """These kept blocks, free until now, are referenced again."""
+        for block in blocks:
+            self._leave(block)
+
+    def forget(self, block: KVCacheBlock) -> None:
+        """It is no longer kept, whether it is referenced or free."""
+        keep = block.keep
+        if keep is not None:
+            if block.block_id in keep.blocks:
+                self._leave(block)
+            block.keep = None
+            self._count(keep.terms.tenant, -1)
+
+    def _leave(self, block: KVCacheBlock) -> None:
+        keep = block.keep
+        assert keep is not None
+        del keep.blocks[block.block_id]
+        self.num_free_blocks -= 1
+        if not keep.blocks:
+            self._num_live_keeps -= 1
+
+    def _count(self, name: str, num_blocks: int) -> None:
+        self.num_blocks += num_blocks
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant()
+        tenant.num_blocks += num_blocks
+        if tenant.num_blocks == 0:
+            del self._tenants[name]
+
+    def release_expired(self) -> list[KVCacheBlock]:
+        """The free blocks whose time is over, which are kept no longer."""
+        if not self._expiries:
+            return []
+        now_s = self._clock()
+        released: list[KVCacheBlock] = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, _, keep = heappop(self._expiries)
+            released += self._take(keep, len(keep.blocks))
+        return released
+
+    def give_up(self, num_blocks: int) -> list[KVCacheBlock]:
+        """So many free kept blocks, which are kept no longer: those of lowest priority that would expire soonest, of
+        all tenants. There must be as many.
+        """
+        released: list[KVCacheBlock] = []
+        while len(released) < num_blocks:
+            firsts = [keep for tenant in self._tenants.values() if (keep := tenant.first()) is not None]
+            keep = min(firsts, key=lambda keep: (keep.terms.priority, keep.expires_s))
+            released += self._take(keep, num_blocks - len(released))
+        self.num_given_up_blocks += len(released)
+        return released
+
+    def _take(self, keep: Keep, num_blocks: int) -> list[KVCacheBlock]:
+        """The deepest blocks of `keep`."""
+        taken = list(itertools.islice(keep.blocks.values(), num_blocks))
+        for block in taken:
+            self.forget(block)
+        return taken
+
+
+def _is_better(terms: KeepTerms, present: Keep | None) -> bool:
+    """Whether a block that is kept as at present is kept longer on `terms`. To whom it counts changes only then."""
+    if present is None:
+        return True
+    theirs = present.terms
+    if theirs.tenant != terms.tenant:
+        return terms.ttl_s > theirs.ttl_s
+    return terms != theirs and terms.ttl_s >= theirs.ttl_s and terms.priority >= theirs.priority
+
+
+def spans_of_terms(keeps: Sequence[KeepPrefix], tenant: str, block_size: int) -> list[tuple[int, int, KeepTerms]]:
+    """Blocks `[first, end)` of a prompt, ascending, and how they are kept: on the best terms of all that cover them."""
+    spans = []
+    first = 0
+    for num_tokens in sorted({keep.num_tokens for keep in keeps}):
+        covering = [keep for keep in keeps if keep.num_tokens >= num_tokens]
+        terms = KeepTerms(tenant, max(keep.ttl_s for keep in covering), max(keep.priority for keep in covering))
+        end = -(-num_tokens // block_size)
+        if end > first:
+            spans.append((first, end, terms))
+            first = end
+    return spans
