@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from .continuation import ScoredToken, TextDelta
+from .prompt.chat_template import ChatTemplate
 from .tool_calls import ToolCallScanner, WrittenCall
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -19,6 +20,13 @@ class CallableTools:
 
     names: frozenset[str]
     in_parallel: bool
+
+
+def callable_tools(template: ChatTemplate | None, names: Collection[str], *, in_parallel: bool) -> CallableTools | None:
+    """None where an answer is text, whatever is in it: no tool may be called, or the model has its own way to do it."""
+    if not names or template is None or not template.tags_tool_calls:
+        return None
+    return CallableTools(frozenset(names), in_parallel)
 
 
 @dataclass(slots=True)

@@ -44,12 +44,12 @@ class EventStream(ASGIResponse):
     """A `text/event-stream` whose events are bytes already, framing included.
 
     `first` exists before the response begins, so that whatever is wrong by then still gets a proper status;
-    what goes wrong later becomes a last event, made by `encode_error`. Each event is sent when the client has
+    what goes wrong later becomes a last event, made by `error_event`. Each event is sent when the client has
     room for it: a slow reader makes `events` wait. `events` is closed at the end, and at once when the client
     goes away.
     """
 
-    __slots__ = ("_encode_error", "_events", "_first")
+    __slots__ = ("_error_event", "_events", "_first")
 
     _should_set_content_length = False
 
@@ -58,7 +58,7 @@ class EventStream(ASGIResponse):
         first: bytes,
         events: AsyncGenerator[bytes],
         *,
-        encode_error: Callable[[ApiError], bytes],
+        error_event: Callable[[ApiError], bytes],
         headers: dict[str, str],
     ) -> None:
         super().__init__(
@@ -66,7 +66,7 @@ class EventStream(ASGIResponse):
         )
         self._first = first
         self._events = events
-        self._encode_error = encode_error
+        self._error_event = error_event
 
     async def send_body(self, send: Send, receive: Receive) -> None:
         async with aclosing(self._events):
@@ -85,12 +85,12 @@ class EventStream(ASGIResponse):
             async for data in self._events:
                 yield data
         except ApiError as error:
-            yield event(self._encode_error(error))
+            yield self._error_event(error)
         except Exception:
             logger.exception("stream_failed")
-            yield event(self._encode_error(internal_error("the server failed while it was answering")))
+            yield self._error_event(internal_error("the server failed while it was answering"))
 
 
-def event(data: bytes) -> bytes:
+def event(data: bytes, name: bytes | None = None) -> bytes:
     """Frame one line of `data` as a server-sent event."""
-    return b"data: " + data + b"\n\n"
+    return b"".join((b"" if name is None else b"event: " + name + b"\n", b"data: ", data, b"\n\n"))

@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from frontend.choice import ChoiceReader, Part
 from frontend.prepared import PreparedRequest, TokenCounts, run
+from frontend.refusals import client_errors
 from frontend.serving import Serving
 from frontend.streaming import event
 from ipc.messages import TokenLogprob
@@ -19,7 +20,7 @@ from ipc.messages import TokenLogprob
 from .logprobs import chat_logprobs, prompt_logprobs
 from .prepare import prepare_chat
 from .protocol import ChatCompletionRequest
-from .refusals import client_errors
+from .refusals import field_names
 from .responses import (
     AssistantMessage,
     ChatChoice,
@@ -40,7 +41,7 @@ async def answer_chat(serving: Serving, request: ChatCompletionRequest, answer_i
     readers = [ChoiceReader(prepared.tools) for _ in range(prepared.num_choices)]
     parts: list[list[Part]] = [[] for _ in readers]
     of_prompt: list[TokenLogprob | None] | None = None
-    with client_errors(serving, request):
+    with client_errors(serving, field_names(request)):
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)
@@ -101,7 +102,7 @@ async def stream_chat(serving: Serving, request: ChatCompletionRequest, answer_i
     readers = [ChoiceReader(prepared.tools) for _ in range(prepared.num_choices)]
     numbers = [CallNumbers() for _ in readers]
     begun: set[int] = set()
-    with client_errors(serving, request):
+    with client_errors(serving, field_names(request)):
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)

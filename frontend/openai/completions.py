@@ -11,6 +11,7 @@ import msgspec
 
 from frontend.continuation import ScoredToken, TextDelta
 from frontend.prepared import PreparedRequest, TokenCounts, run
+from frontend.refusals import client_errors
 from frontend.serving import Serving
 from frontend.streaming import event
 
@@ -18,7 +19,7 @@ from .echo import with_prompts
 from .logprobs import completion_logprobs, prompt_logprobs
 from .prepare import prepare_completion
 from .protocol import CompletionRequest
-from .refusals import client_errors
+from .refusals import field_names
 from .responses import Completion, CompletionChoice, usage_of
 
 
@@ -30,7 +31,7 @@ async def answer_completion(serving: Serving, request: CompletionRequest, answer
     texts: list[list[str]] = [[] for _ in choices]
     scored: list[list[ScoredToken]] = [[] for _ in choices]
     last: dict[int, TextDelta] = {}
-    with client_errors(serving, request):
+    with client_errors(serving, field_names(request)):
         async with aclosing(_deltas(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)
@@ -71,7 +72,7 @@ async def stream_completion(serving: Serving, request: CompletionRequest, answer
     chunk = Completion(answer_id, int(time.time()), prepared.model_name, [])
     if prepared.include_usage:
         chunk.usage = None
-    with client_errors(serving, request):
+    with client_errors(serving, field_names(request)):
         async with aclosing(_deltas(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)

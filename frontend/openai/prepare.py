@@ -9,15 +9,16 @@ from frontend.prepared import PreparedRequest
 from frontend.prompt.cache_salt import cache_salt_spans
 from frontend.prompt.processor import check_prompt_length
 from frontend.prompt.prompt import Prompt
+from frontend.refusals import client_errors
 from frontend.serving import Serving
 from ipc.messages import EngineCapabilities
 
 from .chat_prompt import chat_of
 from .echo import prompt_text
 from .protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
-from .refusals import client_errors
+from .refusals import field_names
 from .sampling import check_combinations, check_vocabulary, num_logprobs, sampling_params, stop_strings
-from .tool_calls import callable_tools
+from .tool_calls import tools_of
 from .unsupported import refuse_unsupported
 
 MAX_PROMPTS = 1024
@@ -26,7 +27,7 @@ MAX_CHOICES = 1024
 
 async def prepare_chat(serving: Serving, request: ChatCompletionRequest) -> PreparedRequest:
     """Validate `request` and make its prompt. Raises ApiError."""
-    with client_errors(serving, request):
+    with client_errors(serving, field_names(request)):
         capabilities = serving.capabilities()
         prepared = await _prepare_fields(serving, request, capabilities)
         chat = chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None)
@@ -35,12 +36,12 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest) -> Prep
         )
         if not prompt.token_ids:
             raise invalid_request("the messages make a prompt of 0 tokens", "messages")
-    return replace(prepared, prompts=(prompt,), tools=callable_tools(serving, request))
+    return replace(prepared, prompts=(prompt,), tools=tools_of(serving, request))
 
 
 async def prepare_completion(serving: Serving, request: CompletionRequest) -> PreparedRequest:
     """Validate `request` and make its prompts. Raises ApiError."""
-    with client_errors(serving, request):
+    with client_errors(serving, field_names(request)):
         capabilities = serving.capabilities()
         prepared = await _prepare_fields(serving, request, capabilities)
         texts_or_ids = _separate_prompts(request.prompt)

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-NotYet = Meta(description="Not supported yet: only values that change nothing are accepted.")
-Ignored = Meta(description="Accepted and ignored: it does not change the answer.")
+from frontend.request_fields import Ignored, Int64, JsonObject, NotYet
 
-# msgpack, between frontend and engine, ends there.
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-# Decoded where it takes nobody's time, in canonical order; see `prompt.canonical_json`.
-JsonObject = Annotated[Raw, Meta(extra_json_schema={"type": "object", "nullable": True})]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from frontend.errors import ApiError
 from frontend.request_body import read_body
 from frontend.request_decode import decode_body
 from frontend.serving import Serving
-from frontend.streaming import EventStream, unless_disconnected
+from frontend.streaming import EventStream, event, unless_disconnected
 
 from .chat import answer_chat, stream_chat
 from .completions import answer_completion, stream_completion
@@ -79,7 +79,7 @@ async def _respond(
     events = stream(serving, asked, answer_id)
     # Until here nothing was sent: what is found to be wrong by the first token still gets its status.
     first = await unless_disconnected(request.receive, _first(events))
-    return EventStream(first, events, encode_error=encode_error, headers=headers)
+    return EventStream(first, events, error_event=lambda error: event(encode_error(error)), headers=headers)
 
 
 async def _first(events: AsyncGenerator[bytes]) -> bytes:

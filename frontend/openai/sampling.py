@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from frontend.errors import invalid_request
+from frontend.output_limits import check_max_tokens, check_stop_strings
 from frontend.prompt.tokenizer import ModelTokenizer
 from ipc.messages import EngineCapabilities, SamplingParams
 
 from .bad_words import bad_words_token_ids
 from .protocol import ChatCompletionRequest, CompletionRequest
-from .refusals import context_limit
 
-MAX_STOP_STRINGS = 16
 DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -47,14 +46,8 @@ async def sampling_params(
     """Raises ApiError (400)."""
     field, max_tokens = request.max_tokens_field()
     echo = isinstance(request, CompletionRequest) and bool(request.echo)
-    least_tokens = 0 if echo else 1
-    if max_tokens is not None and max_tokens < least_tokens:
-        raise invalid_request(f"{field} must be at least {least_tokens}, got {max_tokens}", field)
-    if max_tokens is not None and max_tokens > capabilities.max_model_len:
-        raise invalid_request(
-            f"{field} is {max_tokens}, but {context_limit(capabilities)}",
-            field,
-        )
+    if max_tokens is not None:
+        check_max_tokens(max_tokens, field, capabilities, least=0 if echo else 1)
     if max_tokens is None and isinstance(request, CompletionRequest):
         max_tokens = DEFAULT_COMPLETION_TOKENS
     min_tokens = request.min_tokens or 0
@@ -92,12 +85,7 @@ async def sampling_params(
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     """Raises ApiError (400) for too many, and for empty ones."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOP_STRINGS:
-        raise invalid_request(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
-    if "" in stops:
-        raise invalid_request("stop must not contain an empty string", "stop")
-    return stops
+    return check_stop_strings([stop] if isinstance(stop, str) else stop or (), "stop")
 
 
 def check_vocabulary(token_ids: list[int] | tuple[int, ...], vocab_size: int, param: str) -> None:

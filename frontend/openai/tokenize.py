@@ -7,11 +7,11 @@ from msgspec import UNSET, Raw
 
 from frontend.errors import invalid_request
 from frontend.prompt.cache_salt import cache_salt_spans
+from frontend.refusals import FieldNames, prompt_errors
 from frontend.serving import Serving
 
 from .chat_prompt import chat_of
 from .protocol import DetokenizeRequest, TokenizeRequest
-from .refusals import prompt_errors
 from .responses import Detokenized, Tokenized
 from .sampling import check_vocabulary
 from .unsupported import refuse_unsupported_in_prompt
@@ -49,7 +49,7 @@ async def _token_ids(serving: Serving, request: TokenizeRequest, max_model_len: 
         if request.prompt is None:
             raise invalid_request("missing required parameter 'prompt' (or 'messages')", "prompt")
         _refuse_fields_of_chats(request)
-        with prompt_errors(serving, "prompt"):
+        with prompt_errors(serving, FieldNames("prompt")):
             cache_salt_spans(request.cache_salt)  # the completions' endpoint would refuse it, too
             return await serving.prompts.text(
                 request.prompt,
@@ -61,7 +61,7 @@ async def _token_ids(serving: Serving, request: TokenizeRequest, max_model_len: 
     if request.prompt is not None:
         raise invalid_request("send prompt or messages, not both", "prompt")
     refuse_unsupported_in_prompt(request.messages, request.tools)
-    with prompt_errors(serving, "messages"):
+    with prompt_errors(serving, FieldNames("messages")):
         cache_salt_spans(request.cache_salt)  # the chat's endpoint would refuse it, too
         prompt = await serving.prompts.chat(
             chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None),

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import uuid
 
-from frontend.choice import CallableTools, Part
+from frontend.choice import CallableTools, Part, callable_tools
 from frontend.serving import Serving
 
 from .protocol import ChatCompletionRequest
 from .responses import FunctionCall, ToolCallDelta
 
 
-def callable_tools(serving: Serving, request: ChatCompletionRequest) -> CallableTools | None:
-    """None where an answer is text, whatever is in it: no tool may be called, or the model has its own way to do it."""
+def tools_of(serving: Serving, request: ChatCompletionRequest) -> CallableTools | None:
+    """See `callable_tools`."""
+    names = [tool.function.name for tool in request.tools or () if request.tool_choice != "none"]
     template = serving.prompts.tokenizer.chat_template
-    if not request.tools or request.tool_choice == "none" or template is None or not template.tags_tool_calls:
-        return None
-    names = frozenset(tool.function.name for tool in request.tools)
-    return CallableTools(names, in_parallel=request.parallel_tool_calls is not False)
+    return callable_tools(template, names, in_parallel=request.parallel_tool_calls is not False)
 
 
 class CallNumbers:
