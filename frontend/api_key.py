@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 from .errors import ApiError
 
 if TYPE_CHECKING:  # the command line needs no framework
+    from litestar import Request
     from litestar.types import ASGIApp, Receive, Scope, Send
 
 API_KEY_ENV = "FOREWORD_API_KEY"
 
 # Whoever watches a server has no key, and learns nothing here that is worth one.
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+
+_CALLER = "foreword_caller"  # in the state of a request's scope
 
 _KEY = re.compile(r"[!-+\--~]+")  # visible ASCII but the comma
 
@@ -44,29 +47,48 @@ def api_key_environment(keys: Iterable[str]) -> dict[str, str]:
     return {API_KEY_ENV: text} if text else {}
 
 
+def caller_id(key: str) -> str:
+    """Who sends `key`: the same on every server at any time. It leads nobody back to a key that cannot be guessed."""
+    return hmac.new(key.encode(), b"foreword caller", hashlib.sha256).hexdigest()
+
+
+def caller_of(request: Request) -> str:
+    """The `caller_id` of who sends `request`; empty where no key is needed."""
+    caller: str = request.scope["state"].get(_CALLER, "")
+    return caller
+
+
 class ApiKeyGuard:
-    """Answers 401 to every request without one of `keys`, but to those for `OPEN_PATHS`; passes the others on."""
+    """Answers 401 to every request without one of `keys`, but to those for `OPEN_PATHS`; passes the others on.
+
+    Those behind it learn by `caller_of` which key it was.
+    """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], refuse: ASGIApp) -> None:
         """`refuse` answers in place of `app`."""
         self._app = app
         self._refuse = refuse
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._callers = [(_digest(key.encode()), caller_id(key)) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
-            await self._refuse(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            caller = self._caller(scope)
+            if caller is None:
+                await self._refuse(scope, receive, send)
+                return
+            scope.setdefault("state", {})[_CALLER] = caller
+        await self._app(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _caller(self, scope: Scope) -> str | None:
+        """None: it sends none of the keys."""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         if scheme.lower() != b"bearer":
-            return False
+            return None
         digest = _digest(key.strip())
         # All of them, so that time tells neither how much of a key was right nor which one.
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+        callers = [caller for known, caller in self._callers if hmac.compare_digest(digest, known)]
+        return callers[0] if callers else None
 
 
 def _digest(key: bytes) -> bytes:

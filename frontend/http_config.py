@@ -9,6 +9,7 @@ import msgspec
 
 from ipc.threads import WORKER_THREADS
 
+from .isolation import IsolationMode
 from .picture_config import PictureConfig
 
 DEFAULT_MAX_BODY_BYTES = 32 << 20
@@ -35,6 +36,7 @@ class HttpConfig(msgspec.Struct, kw_only=True, frozen=True):
         port: 0 takes a free one; the line printed when all is ready says which.
         max_body_bytes: larger request bodies are refused.
         num_prompt_threads: threads that render and tokenize short prompts.
+        cache_isolation: whose requests share what is cached.
         drain_timeout_s: time that running requests have to end when the process is told to.
         pictures: for models that take any.
     """
@@ -50,6 +52,7 @@ class HttpConfig(msgspec.Struct, kw_only=True, frozen=True):
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     num_prompt_threads: int = WORKER_THREADS
     drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S
+    cache_isolation: IsolationMode = "salt"
     pictures: PictureConfig = PictureConfig()
 
 

@@ -41,6 +41,7 @@ from .detokenizer import detokenizer_factory, token_bytes_of
 from .drain import DrainingServer
 from .engine_pool import EnginePool, open_engines
 from .http_config import HttpConfig, listen
+from .isolation import check_isolation
 from .metrics import Metrics
 from .open_pictures import open_pictures
 from .tool_calls import TAGS
@@ -75,6 +76,7 @@ async def serve(
         metrics=Metrics(
             client.engines, config.model_names[0], prompts.tokenization, None if pictures is None else pictures.stats
         ),
+        isolation=config.cache_isolation,
     )
 
     async def end_requests() -> None:
@@ -154,6 +156,7 @@ def main() -> int:
     tokenize_where_called()
     try:
         api_keys = take_api_keys()
+        check_isolation(config.cache_isolation, api_keys)
         listener = listen(config.host, config.port)
         pictures = open_pictures(Path(config.model_dir), config.pictures)
         tokenizer = load_tokenizer(Path(config.model_dir), None if pictures is None else pictures.image_token)

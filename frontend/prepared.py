@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from ipc.messages import CacheReport, EngineRequest, ExtraKeySpan, SamplingParams
+from ipc.messages import CacheReport, EngineRequest, ExtraKeySpan, MissReason, SamplingParams
 
 from .choice import CallableTools
 from .continuation import TextDelta
@@ -53,7 +53,7 @@ class PreparedRequest:
 
 
 class TokenCounts:
-    """Adds up what the choices of one answer cost.
+    """Adds up what the choices of one answer cost, and what the cache did for its prompts.
 
     Attributes:
         prompt_tokens: of all prompts, each once; `image_tokens` of them stand for pictures.
@@ -65,8 +65,10 @@ class TokenCounts:
         self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         self.image_tokens = sum(num_image_tokens(prompt.features) for prompt in prepared.prompts)
         self.completion_tokens = 0
+        self._prompts = prepared.prompts
         self._choices_per_prompt = prepared.sampling_params.n
-        self._cached_tokens = [0] * len(prepared.prompts)
+        # By prompt, of those that have a token.
+        self._cached_tokens: dict[int, int] = {}
         self.cache_reports: dict[int, CacheReport] = {}
 
     def add(self, index: int, delta: TextDelta) -> None:
@@ -79,7 +81,37 @@ class TokenCounts:
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompts that were found in the cache."""
-        return sum(self._cached_tokens)
+        return sum(self._cached_tokens.values())
+
+    @property
+    def looked_up_tokens(self) -> int:
+        """Tokens of those prompts that have a token: what `cached_tokens` are a part of so far."""
+        return sum(len(self._prompts[index].token_ids) for index in self._cached_tokens)
+
+    @property
+    def miss_reason(self) -> MissReason | None:
+        """Why the first prompt that was not all found was not; "none" if all were, None while no prompt has told."""
+        reasons = [report.miss_reason for _, report in sorted(self.cache_reports.items())]
+        return next((reason for reason in reasons if reason != "none"), "none" if reasons else None)
+
+    @property
+    def kept_tokens(self) -> KeptTokens | None:
+        """None where nothing was to be kept, or it is not known yet."""
+        kept = KeptTokens(0, 0)
+        for index, report in self.cache_reports.items():
+            if report.num_kept_tokens:
+                # They are beginnings of one prompt: the longest has the others in it.
+                kept.asked += max(keep.num_tokens for keep in self._prompts[index].keep)
+                kept.kept += max(report.num_kept_tokens)
+        return kept if kept.asked else None
+
+
+@dataclass(slots=True)
+class KeptTokens:
+    """Of the prompts, how many tokens were asked to be kept in the cache, and how many are."""
+
+    asked: int
+    kept: int
 
 
 async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> AsyncGenerator[tuple[int, TextDelta]]:

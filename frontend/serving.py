@@ -9,6 +9,7 @@ from frontend.detokenizer import Detokenizer
 from frontend.engine_errors import EngineUnavailableError
 from frontend.engine_pool import EnginePool, reason_for_clients
 from frontend.errors import ApiError
+from frontend.isolation import IsolationMode
 from frontend.metrics import Metrics
 from frontend.prompt.processor import PromptProcessor
 from ipc.messages import EngineCapabilities
@@ -43,7 +44,7 @@ class Serving:
 
     `token_bytes`: a token's id → what it stands for by itself (`detokenizer.token_bytes_of`).
 
-    `is_shutting_down`: what fails from now on fails because of that.
+    `isolation`: whose requests share what is cached. `is_shutting_down`: what fails from now on fails because of that.
     """
 
     client: EnginePool
@@ -53,6 +54,7 @@ class Serving:
     token_bytes: Callable[[int], bytes]
     model: ServedModel
     metrics: Metrics
+    isolation: IsolationMode = "salt"
     is_shutting_down: bool = False
 
     def capabilities(self) -> EngineCapabilities:
@@ -60,3 +62,7 @@ class Serving:
         if self.client.state != "ready" or self.client.capabilities is None:
             raise EngineUnavailableError(reason_for_clients(self.client))
         return self.client.capabilities
+
+    def tenant_label(self, tenant: str) -> str | None:
+        """What `tenant` is called in `/metrics`; None if it is nobody's name."""
+        return self.metrics.requests.tenants.label(tenant) if tenant else None

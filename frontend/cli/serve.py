@@ -20,6 +20,7 @@ from frontend.http_config import (
     child_argv,
     listen,
 )
+from frontend.isolation import IsolationMode, check_isolation
 from frontend.launch import ChildSpec, engine_child, supervise
 from ipc.sockets import make_private_directory
 from ipc.threads import WORKER_THREADS
@@ -94,6 +95,14 @@ def serve(
             metavar="KEY",
         ),
     ] = None,
+    cache_isolation: Annotated[
+        IsolationMode,
+        option(
+            _HTTP,
+            "Whose requests share what is cached: everybody's (`none`), those of the same `cache_salt` (`salt`), those"
+            " of the same API key and `cache_salt` (`api-key`).",
+        ),
+    ] = "salt",
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "info",
     drain_timeout: Annotated[
@@ -136,6 +145,11 @@ def serve(
         keys_in_environment = take_api_keys()
     except ValueError as error:
         fail(f"{API_KEY_ENV}: {error}")
+    api_keys = api_key or keys_in_environment
+    try:
+        check_isolation(cache_isolation, api_keys)
+    except ValueError as error:
+        fail(str(error))
     pictures = picture_config(picture_settings, max_body_bytes=max_body_bytes)
     _check_listenable(host, port)
     if engine:
@@ -158,9 +172,9 @@ def serve(
         max_body_bytes=max_body_bytes,
         num_prompt_threads=num_prompt_threads,
         drain_timeout_s=drain_timeout,
+        cache_isolation=cache_isolation,
         pictures=pictures,
     )
-    api_keys = api_key or keys_in_environment
     if addresses:
         raise typer.Exit(supervise([_http_child(config, api_keys)], patience(drain_timeout)))
     engine_config = EngineConfig(**engine_settings | {"model": str(resolved.path), "model_name": names[0]})

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from .tenants import Tenants
+
 PREFIX = "foreword:"
 
 _LABELS = ("model_name", "engine")
@@ -69,6 +71,7 @@ class RequestFamilies:
 
     Attributes:
         admission_rejections: labels `model_name` and `reason`; count with `reject`.
+        tenants: counts whose prompts were found in the cache.
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine_indexes: Iterable[int]) -> None:
@@ -92,6 +95,16 @@ class RequestFamilies:
         )
         self.prompt_image_tokens = counter(
             "prompt_image_tokens", "Prompt tokens that stand for pictures, computed or cached."
+        )
+        self.tenants = Tenants(
+            model_name,
+            *(
+                Counter(PREFIX + name, what, ("model_name", "tenant"), registry=registry)
+                for name, what in (
+                    ("tenant_prompt_tokens", "Prompt tokens by tenant, computed or cached."),
+                    ("tenant_prompt_tokens_cached", "Prompt tokens found in the prefix cache, by tenant."),
+                )
+            ),
         )
         self.generation_tokens = counter("generation_tokens", "Generated tokens handed on.")
         self.request_success = counter("request_success", "Requests that ended.", "finished_reason")

@@ -90,6 +90,7 @@ class RequestRecord:
         engine.prompt_tokens_cached.inc(num_cached_tokens)
         engine.prompt_tokens_cached_on_device.inc(num_cached_tokens)
         engine.prompt_image_tokens.inc(num_image_tokens(self._request.mm_features))
+        self._families.tenants.count(self._request.tenant, num_prompt_tokens, num_cached_tokens)
 
     def __enter__(self) -> Self:
         return self

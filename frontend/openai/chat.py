@@ -18,7 +18,6 @@ from frontend.streaming import event
 from ipc.messages import TokenLogprob
 
 from .logprobs import chat_logprobs, prompt_logprobs
-from .prepare import prepare_chat
 from .protocol import ChatCompletionRequest
 from .refusals import field_names
 from .responses import (
@@ -34,10 +33,10 @@ from .responses import (
 from .tool_calls import CallNumbers
 
 
-async def answer_chat(serving: Serving, request: ChatCompletionRequest, answer_id: str) -> bytes:
-    """The whole answer, as JSON. Raises ApiError."""
-    prepared = await prepare_chat(serving, request)
-    counts = TokenCounts(prepared)
+async def answer_chat(
+    serving: Serving, request: ChatCompletionRequest, prepared: PreparedRequest, counts: TokenCounts, answer_id: str
+) -> bytes:
+    """The whole answer, as JSON, counted in `counts`. Raises ApiError."""
     readers = [ChoiceReader(prepared.tools) for _ in range(prepared.num_choices)]
     parts: list[list[Part]] = [[] for _ in readers]
     of_prompt: list[TokenLogprob | None] | None = None
@@ -82,13 +81,13 @@ def _show_logprobs(
         answer.prompt_logprobs = prompt_logprobs(of_prompt, prepared.prompt_logprobs, serving.token_bytes)
 
 
-async def stream_chat(serving: Serving, request: ChatCompletionRequest, answer_id: str) -> AsyncGenerator[bytes]:
+async def stream_chat(
+    serving: Serving, request: ChatCompletionRequest, prepared: PreparedRequest, counts: TokenCounts, answer_id: str
+) -> AsyncGenerator[bytes]:
     """The answer as server-sent events; chunks of different choices mix. The first comes with the first token.
 
-    Raises ApiError.
+    What was sent so far is counted in `counts`. Raises ApiError.
     """
-    prepared = await prepare_chat(serving, request)
-    counts = TokenCounts(prepared)
     chunk = ChatCompletionChunk(answer_id, int(time.time()), prepared.model_name, [])
     if prepared.include_usage:
         chunk.usage = None

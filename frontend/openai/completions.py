@@ -17,16 +17,15 @@ from frontend.streaming import event
 
 from .echo import with_prompts
 from .logprobs import completion_logprobs, prompt_logprobs
-from .prepare import prepare_completion
 from .protocol import CompletionRequest
 from .refusals import field_names
 from .responses import Completion, CompletionChoice, usage_of
 
 
-async def answer_completion(serving: Serving, request: CompletionRequest, answer_id: str) -> bytes:
-    """The whole answer, as JSON: `n` choices per prompt, in the prompts' order. Raises ApiError."""
-    prepared = await prepare_completion(serving, request)
-    counts = TokenCounts(prepared)
+async def answer_completion(
+    serving: Serving, request: CompletionRequest, prepared: PreparedRequest, counts: TokenCounts, answer_id: str
+) -> bytes:
+    """The answer as JSON, counted in `counts`: `n` choices per prompt, in the prompts' order. Raises ApiError."""
     choices = [CompletionChoice(index, "", None) for index in range(prepared.num_choices)]
     texts: list[list[str]] = [[] for _ in choices]
     scored: list[list[ScoredToken]] = [[] for _ in choices]
@@ -65,10 +64,13 @@ def _show_logprobs(
             choice.prompt_logprobs = prompt_logprobs(entries, prepared.prompt_logprobs, serving.token_bytes)
 
 
-async def stream_completion(serving: Serving, request: CompletionRequest, answer_id: str) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events; chunks of different choices mix. Raises ApiError."""
-    prepared = await prepare_completion(serving, request)
-    counts = TokenCounts(prepared)
+async def stream_completion(
+    serving: Serving, request: CompletionRequest, prepared: PreparedRequest, counts: TokenCounts, answer_id: str
+) -> AsyncGenerator[bytes]:
+    """The answer as server-sent events; chunks of different choices mix. What was sent so far is counted in `counts`.
+
+    Raises ApiError.
+    """
     chunk = Completion(answer_id, int(time.time()), prepared.model_name, [])
     if prepared.include_usage:
         chunk.usage = None

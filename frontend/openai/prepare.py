@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from frontend.errors import invalid_request
+from frontend.isolation import Isolation, isolate
 from frontend.prepared import PreparedRequest
-from frontend.prompt.cache_salt import cache_salt_spans
+from frontend.prompt.cache_options import CacheOptions, check_cache_options, whole_prompt_kept
 from frontend.prompt.processor import check_prompt_length
 from frontend.prompt.prompt import Prompt
 from frontend.refusals import client_errors
@@ -25,25 +26,28 @@ MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
 
 
-async def prepare_chat(serving: Serving, request: ChatCompletionRequest) -> PreparedRequest:
-    """Validate `request` and make its prompt. Raises ApiError."""
+async def prepare_chat(serving: Serving, request: ChatCompletionRequest, caller: str) -> PreparedRequest:
+    """Validate `request` of `caller` (see `api_key.caller_of`) and make its prompt. Raises ApiError."""
     with client_errors(serving, field_names(request)):
         capabilities = serving.capabilities()
-        prepared = await _prepare_fields(serving, request, capabilities)
+        isolation = isolate(serving.isolation, caller, request.cache_salt)
+        prepared = await _prepare_fields(serving, request, capabilities, isolation)
         chat = chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None)
         prompt = await serving.prompts.chat(
-            chat, max_model_len=capabilities.max_model_len, tenant=request.cache_salt or ""
+            chat, max_model_len=capabilities.max_model_len, tenant=isolation.memory_tenant
         )
         if not prompt.token_ids:
             raise invalid_request("the messages make a prompt of 0 tokens", "messages")
     return replace(prepared, prompts=(prompt,), tools=tools_of(serving, request))
 
 
-async def prepare_completion(serving: Serving, request: CompletionRequest) -> PreparedRequest:
-    """Validate `request` and make its prompts. Raises ApiError."""
+async def prepare_completion(serving: Serving, request: CompletionRequest, caller: str) -> PreparedRequest:
+    """Validate `request` of `caller` (see `api_key.caller_of`) and make its prompts. Raises ApiError."""
     with client_errors(serving, field_names(request)):
         capabilities = serving.capabilities()
-        prepared = await _prepare_fields(serving, request, capabilities)
+        isolation = isolate(serving.isolation, caller, request.cache_salt)
+        check_cache_options(request.cache)
+        prepared = await _prepare_fields(serving, request, capabilities, isolation)
         texts_or_ids = _separate_prompts(request.prompt)
         _check_num_choices(request, len(texts_or_ids))
         prompts: list[Prompt] = []
@@ -51,7 +55,7 @@ async def prepare_completion(serving: Serving, request: CompletionRequest) -> Pr
             param = f"prompt[{i}]" if len(texts_or_ids) > 1 else "prompt"
             if isinstance(prompt, str):
                 token_ids = await serving.prompts.text(
-                    prompt, max_model_len=capabilities.max_model_len, tenant=request.cache_salt or ""
+                    prompt, max_model_len=capabilities.max_model_len, tenant=isolation.memory_tenant
                 )
             else:
                 token_ids = prompt
@@ -59,7 +63,7 @@ async def prepare_completion(serving: Serving, request: CompletionRequest) -> Pr
                 check_vocabulary(token_ids, capabilities.vocab_size, param)
             if not token_ids:
                 raise invalid_request(f"{param} has 0 tokens; at least 1 is needed", param)
-            prompts.append(Prompt(token_ids))
+            prompts.append(Prompt(token_ids, keep=whole_prompt_kept(request.cache, len(token_ids))))
         prompt_texts: tuple[str, ...] = ()
         if request.echo:
             prompt_texts = tuple(
@@ -69,12 +73,16 @@ async def prepare_completion(serving: Serving, request: CompletionRequest) -> Pr
 
 
 async def _prepare_fields(
-    serving: Serving, request: ChatCompletionRequest | CompletionRequest, capabilities: EngineCapabilities
+    serving: Serving,
+    request: ChatCompletionRequest | CompletionRequest,
+    capabilities: EngineCapabilities,
+    isolation: Isolation,
 ) -> PreparedRequest:
     model_name = serving.model.check(request.model)
     refuse_unsupported(request)
     check_combinations(request)
     stream_options = request.stream_options or StreamOptions()
+    cache = request.cache or CacheOptions()
     return PreparedRequest(
         model_name=model_name,
         prompts=(),
@@ -83,11 +91,14 @@ async def _prepare_fields(
         include_stop=bool(request.include_stop_str_in_output),
         logprobs=num_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
-        extra_key_spans=cache_salt_spans(request.cache_salt),
+        extra_key_spans=isolation.extra_key_spans,
         priority=request.priority or 0,
         include_usage=bool(stream_options.include_usage),
         continuous_usage=bool(stream_options.continuous_usage_stats),
         scores_only=request.max_tokens_field()[1] == 0,
+        read_prefix_cache=cache.read is not False,
+        write_prefix_cache=cache.write is not False,
+        tenant=isolation.tenant,
     )
 
 

@@ -10,10 +10,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from frontend.prompt.cache_options import CacheControl, CacheOptions
 from frontend.request_fields import Ignored, Int64, JsonObject, NotYet
 
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+KeepUpToHere = Annotated[
+    CacheControl | None,
+    Meta(description="Keep the prompt up to the end of this cached for a while; in up to 4 places of a request."),
+]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -59,6 +64,9 @@ class RequestFields(Struct, forbid_unknown_fields=True, kw_only=True):
             description="Share cached prefixes only with requests of the same salt. 1 to 128 characters, none of"
             " `@`, `/`, `\\`, NUL."
         ),
+    ] = None
+    cache: Annotated[
+        CacheOptions | None, Meta(description="Whether to use the prefix cache, and how long to keep the prompt there.")
     ] = None
     priority: Annotated[
         Int64 | None, Meta(description="Lower runs first, where the server schedules by priority; default 0.")
@@ -113,6 +121,7 @@ class RequestFields(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class TextPart(Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
     text: str
+    cache_control: KeepUpToHere = None
 
 
 class ImageUrl(Struct, forbid_unknown_fields=True):
@@ -134,6 +143,7 @@ class ImageUrlPart(Struct, forbid_unknown_fields=True, tag="image_url", tag_fiel
     uuid: Annotated[
         str | None, Meta(description="A name for this picture. Later requests can send it without the picture.")
     ] = None
+    cache_control: KeepUpToHere = None
 
 
 class InputAudioPart(Struct, tag="input_audio", tag_field="type"):
@@ -204,6 +214,7 @@ class FunctionDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
 class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: KeepUpToHere = None
 
 
 # What decides how messages are rendered, besides themselves.

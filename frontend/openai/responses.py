@@ -10,13 +10,20 @@ from msgspec import UNSET, Struct, UnsetType
 from frontend.choice import FinishReason
 from frontend.errors import ApiError
 from frontend.prepared import TokenCounts
+from ipc.messages import MissReason
 
 
 class PromptTokensDetails(Struct):
-    """`image_tokens`: of the prompt's tokens, those that stand for its pictures, cached or not."""
+    """`image_tokens`: of the prompt's tokens, those that stand for its pictures, cached or not.
+
+    `cache_miss_reason`: why no more of it was cached (`ipc.messages.MissReason`); null if nothing was missing.
+    `kept_tokens`: where some of it was to be kept cached, how much is.
+    """
 
     cached_tokens: int
     image_tokens: int
+    cache_miss_reason: MissReason | UnsetType | None = UNSET
+    kept_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct):
@@ -27,11 +34,16 @@ class Usage(Struct):
 
 
 def usage_of(counts: TokenCounts) -> Usage:
+    details = PromptTokensDetails(counts.cached_tokens, counts.image_tokens)
+    if (reason := counts.miss_reason) is not None:
+        details.cache_miss_reason = None if reason == "none" else reason
+    if (kept := counts.kept_tokens) is not None:
+        details.kept_tokens = kept.kept
     return Usage(
         prompt_tokens=counts.prompt_tokens,
         completion_tokens=counts.completion_tokens,
         total_tokens=counts.prompt_tokens + counts.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(counts.cached_tokens, counts.image_tokens),
+        prompt_tokens_details=details,
     )
 
 

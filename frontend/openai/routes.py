@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from litestar import MediaType, Request, Response, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
+from frontend.api_key import caller_of
+from frontend.cache_header import cache_headers
 from frontend.errors import ApiError
+from frontend.prepared import PreparedRequest, TokenCounts
 from frontend.request_body import read_body
 from frontend.request_decode import decode_body
 from frontend.serving import Serving
@@ -19,13 +23,26 @@ from frontend.streaming import EventStream, event, unless_disconnected
 
 from .chat import answer_chat, stream_chat
 from .completions import answer_completion, stream_completion
+from .prepare import prepare_chat, prepare_completion
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import ModelCard, ModelList, encode_error
 from .tokenize import detokenize, tokenize
 
 R = TypeVar("R", ChatCompletionRequest, CompletionRequest)
-Answer = Callable[[Serving, R, str], Coroutine[Any, Any, bytes]]
-Stream = Callable[[Serving, R, str], AsyncGenerator[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint(Generic[R]):
+    """How requests of one kind are answered, whole and streamed, once they are prepared."""
+
+    id_prefix: str
+    prepare: Callable[[Serving, R, str], Coroutine[Any, Any, PreparedRequest]]
+    answer: Callable[[Serving, R, PreparedRequest, TokenCounts, str], Coroutine[Any, Any, bytes]]
+    stream: Callable[[Serving, R, PreparedRequest, TokenCounts, str], AsyncGenerator[bytes]]
+
+
+_CHAT = _Endpoint("chatcmpl", prepare_chat, answer_chat, stream_chat)
+_COMPLETION = _Endpoint("cmpl", prepare_completion, answer_completion, stream_completion)
 
 _decode_chat = msgspec.json.Decoder(ChatCompletionRequest)
 _decode_completion = msgspec.json.Decoder(CompletionRequest)
@@ -39,17 +56,19 @@ def openai_routes(serving: Serving) -> list[HTTPRouteHandler]:
     @post("/v1/chat/completions", status_code=200)
     async def chat_completions(request: Request) -> ASGIResponse:
         asked = decode_body(_decode_chat, await read_body(request))
-        return await _respond(serving, request, asked, "chatcmpl", answer_chat, stream_chat)
+        return await _respond(serving, request, asked, _CHAT)
 
     @post("/v1/completions", status_code=200)
     async def completions(request: Request) -> ASGIResponse:
         asked = decode_body(_decode_completion, await read_body(request))
-        return await _respond(serving, request, asked, "cmpl", answer_completion, stream_completion)
+        return await _respond(serving, request, asked, _COMPLETION)
 
     @post("/tokenize", status_code=200)
     async def tokenize_route(request: Request) -> ASGIResponse:
         asked = decode_body(_decode_tokenize, await read_body(request))
-        return ASGIResponse(body=await unless_disconnected(request.receive, tokenize(serving, asked)))
+        return ASGIResponse(
+            body=await unless_disconnected(request.receive, tokenize(serving, asked, caller_of(request)))
+        )
 
     @post("/detokenize", status_code=200)
     async def detokenize_route(request: Request) -> ASGIResponse:
@@ -68,22 +87,24 @@ def openai_routes(serving: Serving) -> list[HTTPRouteHandler]:
     return [chat_completions, completions, tokenize_route, detokenize_route, models, model]
 
 
-async def _respond(
-    serving: Serving, request: Request, asked: R, id_prefix: str, answer: Answer[R], stream: Stream[R]
-) -> ASGIResponse:
-    answer_id = f"{id_prefix}-{uuid.uuid4().hex}"
-    headers = {"x-request-id": answer_id}
-    if not asked.stream:
-        body = await unless_disconnected(request.receive, answer(serving, asked, answer_id))
-        return ASGIResponse(body=body, headers=headers)
-    events = stream(serving, asked, answer_id)
+async def _respond(serving: Serving, request: Request, asked: R, endpoint: _Endpoint[R]) -> ASGIResponse:
+    answer_id = f"{endpoint.id_prefix}-{uuid.uuid4().hex}"
+
+    async def begin() -> tuple[PreparedRequest, TokenCounts, bytes, AsyncGenerator[bytes] | None]:
+        """The whole answer, or its first event and the others."""
+        prepared = await endpoint.prepare(serving, asked, caller_of(request))
+        counts = TokenCounts(prepared)
+        if not asked.stream:
+            return prepared, counts, await endpoint.answer(serving, asked, prepared, counts, answer_id), None
+        events = endpoint.stream(serving, asked, prepared, counts, answer_id)
+        return prepared, counts, await anext(events), events
+
     # Until here nothing was sent: what is found to be wrong by the first token still gets its status.
-    first = await unless_disconnected(request.receive, _first(events))
-    return EventStream(first, events, error_event=lambda error: event(encode_error(error)), headers=headers)
-
-
-async def _first(events: AsyncGenerator[bytes]) -> bytes:
-    return await anext(events)
+    prepared, counts, body, events = await unless_disconnected(request.receive, begin())
+    headers = {"x-request-id": answer_id, **cache_headers(counts, serving.tenant_label(prepared.tenant))}
+    if events is None:
+        return ASGIResponse(body=body, headers=headers)
+    return EventStream(body, events, error_event=lambda error: event(encode_error(error)), headers=headers)
 
 
 def _card(serving: Serving, name: str) -> ModelCard:

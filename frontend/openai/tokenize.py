@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from frontend.errors import invalid_request
-from frontend.prompt.cache_salt import cache_salt_spans
+from frontend.isolation import isolate
 from frontend.refusals import FieldNames, prompt_errors
 from frontend.serving import Serving
 
@@ -25,12 +25,15 @@ _FIELDS_OF_CHATS = (
 )
 
 
-async def tokenize(serving: Serving, request: TokenizeRequest) -> bytes:
-    """The tokens a completion endpoint would make of this prompt, as JSON, even if too many. Raises ApiError."""
+async def tokenize(serving: Serving, request: TokenizeRequest, caller: str) -> bytes:
+    """The tokens a completion endpoint would make of this prompt, as JSON, even if too many. Raises ApiError.
+
+    `caller`: see `api_key.caller_of`.
+    """
     serving.model.check(request.model)
     capabilities = serving.client.capabilities
     max_model_len = None if capabilities is None else capabilities.max_model_len
-    token_ids = await _token_ids(serving, request, max_model_len)
+    token_ids = await _token_ids(serving, request, caller, max_model_len)
     spellings = await serving.prompts.spellings(token_ids) if request.return_token_strs else None
     return msgspec.json.encode(Tokenized(len(token_ids), max_model_len, token_ids, spellings))
 
@@ -44,17 +47,17 @@ async def detokenize(serving: Serving, request: DetokenizeRequest) -> bytes:
     return msgspec.json.encode(Detokenized(await serving.prompts.detokenize(request.tokens)))
 
 
-async def _token_ids(serving: Serving, request: TokenizeRequest, max_model_len: int | None) -> list[int]:
+async def _token_ids(serving: Serving, request: TokenizeRequest, caller: str, max_model_len: int | None) -> list[int]:
     if request.messages is None:
         if request.prompt is None:
             raise invalid_request("missing required parameter 'prompt' (or 'messages')", "prompt")
         _refuse_fields_of_chats(request)
         with prompt_errors(serving, FieldNames("prompt")):
-            cache_salt_spans(request.cache_salt)  # the completions' endpoint would refuse it, too
+            tenant = isolate(serving.isolation, caller, request.cache_salt).memory_tenant
             return await serving.prompts.text(
                 request.prompt,
                 max_model_len=max_model_len,
-                tenant=request.cache_salt or "",
+                tenant=tenant,
                 add_special_tokens=request.add_special_tokens is not False,
                 check_length=False,
             )
@@ -62,11 +65,11 @@ async def _token_ids(serving: Serving, request: TokenizeRequest, max_model_len: 
         raise invalid_request("send prompt or messages, not both", "prompt")
     refuse_unsupported_in_prompt(request.messages, request.tools)
     with prompt_errors(serving, FieldNames("messages")):
-        cache_salt_spans(request.cache_salt)  # the chat's endpoint would refuse it, too
+        tenant = isolate(serving.isolation, caller, request.cache_salt).memory_tenant
         prompt = await serving.prompts.chat(
             chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None),
             max_model_len=max_model_len,
-            tenant=request.cache_salt or "",
+            tenant=tenant,
             add_special_tokens=bool(request.add_special_tokens),
             check_length=False,
         )
