@@ -7,13 +7,15 @@ from dataclasses import replace
 from frontend.errors import invalid_request
 from frontend.isolation import Isolation, isolate
 from frontend.prepared import PreparedRequest
-from frontend.prompt.cache_options import CacheOptions, check_cache_options, whole_prompt_kept
+from frontend.prompt.breakpoints import check_kept, with_kept
+from frontend.prompt.cache_options import CacheOptions
 from frontend.prompt.processor import check_prompt_length
 from frontend.prompt.prompt import Prompt
 from frontend.refusals import client_errors
 from frontend.serving import Serving
 from ipc.messages import EngineCapabilities
 
+from .cache_control import breakpoints_of
 from .chat_prompt import chat_of
 from .echo import prompt_text
 from .protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
@@ -31,6 +33,8 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest, caller:
     with client_errors(serving, field_names(request)):
         capabilities = serving.capabilities()
         isolation = isolate(serving.isolation, caller, request.cache_salt)
+        breakpoints = breakpoints_of(request.messages, request.tools)
+        check_kept(request.cache, breakpoints)
         prepared = await _prepare_fields(serving, request, capabilities, isolation)
         chat = chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None)
         prompt = await serving.prompts.chat(
@@ -38,6 +42,7 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest, caller:
         )
         if not prompt.token_ids:
             raise invalid_request("the messages make a prompt of 0 tokens", "messages")
+        prompt = with_kept(prompt, request.cache, breakpoints)
     return replace(prepared, prompts=(prompt,), tools=tools_of(serving, request))
 
 
@@ -46,7 +51,7 @@ async def prepare_completion(serving: Serving, request: CompletionRequest, calle
     with client_errors(serving, field_names(request)):
         capabilities = serving.capabilities()
         isolation = isolate(serving.isolation, caller, request.cache_salt)
-        check_cache_options(request.cache)
+        check_kept(request.cache)
         prepared = await _prepare_fields(serving, request, capabilities, isolation)
         texts_or_ids = _separate_prompts(request.prompt)
         _check_num_choices(request, len(texts_or_ids))
@@ -63,7 +68,7 @@ async def prepare_completion(serving: Serving, request: CompletionRequest, calle
                 check_vocabulary(token_ids, capabilities.vocab_size, param)
             if not token_ids:
                 raise invalid_request(f"{param} has 0 tokens; at least 1 is needed", param)
-            prompts.append(Prompt(token_ids, keep=whole_prompt_kept(request.cache, len(token_ids))))
+            prompts.append(with_kept(Prompt(token_ids), request.cache))
         prompt_texts: tuple[str, ...] = ()
         if request.echo:
             prompt_texts = tuple(

@@ -14,6 +14,7 @@ import uvicorn
 from frontend.app import create_app
 from frontend.detokenizer import detokenizer_factory, token_bytes_of
 from frontend.http_config import listen
+from frontend.isolation import IsolationMode
 from frontend.metrics import Metrics
 from frontend.prompt.pictures import ChatPictures
 from frontend.prompt.processor import PromptProcessor
@@ -26,7 +27,12 @@ MODEL_NAMES = ("tiny", "tiny-alias")
 
 @contextmanager
 def live_app(
-    engine: Any, tokenizer: ModelTokenizer, pictures: ChatPictures | None = None, **settings: Any
+    engine: Any,
+    tokenizer: ModelTokenizer,
+    pictures: ChatPictures | None = None,
+    *,
+    isolation: IsolationMode = "salt",
+    **settings: Any,
 ) -> Iterator[str]:
     """Yields the base URL. `settings` go to `create_app`; `pictures` are closed at the end."""
     prompts = PromptProcessor(tokenizer, pictures)
@@ -38,6 +44,7 @@ def live_app(
         token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(MODEL_NAMES, 1),
         metrics=Metrics([engine], MODEL_NAMES[0], prompts.tokenization, None if pictures is None else pictures.stats),
+        isolation=isolation,
     )
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(

@@ -63,6 +63,13 @@ def tool(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f"} | fields}
 
 
+def cached(*cache_controls: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": "x", "cache_control": control} for control in cache_controls]
+
+
+EPHEMERAL = {"type": "ephemeral"}
+
+
 CASES = [
     (CHAT, {}, "messages", "missing"),
     (CHAT, {"messages": []}, "messages", "empty"),
@@ -116,6 +123,57 @@ CASES = [
     (CHAT, chat(cache_salt=""), "cache_salt", "empty"),
     (CHAT, chat(cache_salt="a/b"), "cache_salt", "/"),
     (CHAT, chat(cache_salt="s" * 129), "cache_salt", "129"),
+    (CHAT, chat(cache=True), "cache", "got `bool`"),
+    (CHAT, chat(cache={"reed": True}), "cache.reed", "unrecognized"),
+    (CHAT, chat(cache={"ttl": "5m"}), "cache.ttl", "unrecognized"),
+    (CHAT, chat(cache={"read": "yes"}), "cache.read", "got `str`"),
+    (CHAT, chat(cache={"ttl_s": 0}), "cache.ttl_s", "> 0"),
+    (CHAT, chat(cache={"ttl_s": -1}), "cache.ttl_s", "> 0"),
+    (CHAT, chat(cache={"ttl_s": 86_401}), "cache.ttl_s", "<= 86400"),
+    (CHAT, chat(cache={"ttl_s": 10**400}), "cache.ttl_s", ""),
+    (CHAT, chat(cache={"ttl_s": 60, "priority": 101}), "cache.priority", "<= 100"),
+    (CHAT, chat(cache={"ttl_s": 60, "priority": -1}), "cache.priority", ">= 0"),
+    (CHAT, chat(cache={"priority": 5}), "cache.priority", "needs cache.ttl_s"),
+    (CHAT, chat(cache={"ttl_s": 60, "write": False}), "cache.ttl_s", "cache.write = false"),
+    (
+        CHAT,
+        chat(cache={"write": False}) | message(content=cached(EPHEMERAL)),
+        "messages[0].content[0].cache_control",
+        "cache.write = false",
+    ),
+    (
+        CHAT,
+        message(content=cached({"type": "ephemeral", "ttl": "2h"})),
+        "messages[0].content[0].cache_control.ttl",
+        "'2h' is not one of '1h', '5m'",
+    ),
+    (
+        CHAT,
+        message(content=cached({"type": "persistent"})),
+        "messages[0].content[0].cache_control.type",
+        "'persistent' is not one of 'ephemeral'",
+    ),
+    (
+        CHAT,
+        message(content=cached(EPHEMERAL | {"scope": "org"})),
+        "messages[0].content[0].cache_control.scope",
+        "unrecognized",
+    ),
+    (CHAT, message(content=cached({})), "messages[0].content[0].cache_control.type", "missing"),
+    (CHAT, message(content=cached(*[EPHEMERAL] * 5)), "messages[0].content[4].cache_control", "at most 4"),
+    (
+        CHAT,
+        chat(cache={"ttl_s": 60}) | message(content=cached(*[EPHEMERAL] * 4)),
+        "cache.ttl_s",
+        "5 prefixes are to be kept",
+    ),
+    (
+        CHAT,
+        chat(tools=[tool() | {"cache_control": EPHEMERAL}]) | message(content=cached(*[EPHEMERAL] * 4)),
+        "messages[0].content[3].cache_control",
+        "at most 4",
+    ),
+    (CHAT, chat(tools=[tool() | {"cache_control": {"type": 1}}]), "tools[0].cache_control.type", "got `int`"),
     (CHAT, chat(n=0), "n", ">= 1"),
     (CHAT, chat(n=129), "n", "<= 128"),
     (CHAT, chat(n=1.5), "n", "got `float`"),
@@ -186,6 +244,9 @@ CASES = [
     (COMPLETION, {"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens", "at least 0, got -1"),
     (COMPLETION, {"prompt": "x", "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "1, more than max_tok"),
     (COMPLETION, {"prompt": "x", "messages": []}, "messages", "unrecognized"),
+    (COMPLETION, {"prompt": "x", "cache": {"ttl_s": 60, "wriet": False}}, "cache.wriet", "unrecognized"),
+    (COMPLETION, {"prompt": "x", "cache": {"priority": 1}}, "cache.priority", "needs cache.ttl_s"),
+    (COMPLETION, {"prompt": "x", "cache_control": EPHEMERAL}, "cache_control", "unrecognized"),
 ]
 
 
