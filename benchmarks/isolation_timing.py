@@ -2,11 +2,11 @@
 
     python -m benchmarks.isolation_timing [--model smollm2] [--rounds 40] [--words 300] [--url URL]
 
-Starts `foreword serve` (or asks the one at `--url`). In every round somebody with one salt sends a text, then somebody with
-another salt sends three, in random order: that text, one that is new, and one of its own that it sent before. Time is that
-of the whole answer, which is one token. For two kinds of texts, the chance that one of the first is answered sooner than one
-of the second is 0.5 if time tells nothing about them; what is not the asker's own must be there, and its own must not:
-else the measurement would see nothing. Nothing else should run meanwhile.
+Starts `foreword serve` (or asks the one at `--url`). In every round somebody with one salt sends a text, then somebody
+with another salt sends three, in random order: that text, one that is new, and one of its own that it sent before. Time
+is that of the whole answer, which is one token. The chance that a text of another's is answered sooner than a new one
+is 0.5 if time tells nothing about it. That of an own text must not be: else the measurement would see nothing. Nothing
+else should run meanwhile.
 """
 
 from __future__ import annotations

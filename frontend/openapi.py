@@ -142,7 +142,6 @@ _RESPONSES = {
     400: "The request is wrong: `param` names the field",
     401: "The server has API keys, and the request has none of them",
     404: "Unknown model",
-    409: "Nothing was done: running requests hold KV blocks",
     413: "The body is too large",
     503: "No engine, or too much to do: try again",
 }
@@ -181,15 +180,17 @@ def _post(summary: str, description: str, request: str, example: dict[str, Any],
 
 def _reset() -> dict[str, Any]:
     flag: dict[str, Any] = {"type": "boolean", "default": False}
-    responses = {str(status): _response(status, _json("ErrorBody")) for status in (400, 401, 409, 503)}
+    responses = {str(status): _response(status, _json("ErrorBody")) for status in (400, 401)}
     return {
         "tags": ["Server"],
         "summary": "Forget every cached prefix",
-        "description": "After the present step. While requests run nothing is done, unless `reset_running_requests`"
-        " preempts them: they are computed again, and their clients notice nothing but the time it takes.",
+        "description": "After the present step. Requests that run go on with what they have, which nobody finds any"
+        " more; with `reset_running_requests` they are preempted first and computed again, which their clients notice"
+        " only by the time it takes. 503: some engine has not done it, and may have its cache; the others have, as the"
+        " answer says.",
         "parameters": [{"name": "reset_running_requests", "in": "query", "schema": flag}],
         "requestBody": {"required": False, "content": _json("ResetRequest")},
-        "responses": {"200": _response(200, _json("ResetAnswer")), **responses},
+        "responses": {str(status): _response(status, _json("ResetAnswer")) for status in (200, 503)} | responses,
     }
 
 

@@ -215,6 +215,13 @@ def _engine_options(
     eviction_policy: Annotated[
         EvictionPolicy, option(_CACHE, "Which cached blocks that nobody uses go first when others need room.")
     ] = _ENGINE.eviction_policy,
+    max_kept_share: Annotated[
+        float,
+        option(_CACHE, "Share of the KV pool that may be kept because requests ask for it.", min=0.0, max=1.0),
+    ] = _ENGINE.max_kept_share,
+    max_kept_share_per_tenant: Annotated[
+        float, option(_CACHE, "The same for one tenant (a cache salt or API key).", min=0.0, max=1.0)
+    ] = _ENGINE.max_kept_share_per_tenant,
     kv_cache_metrics: Annotated[
         bool, option(_CACHE, "Measure how long cached blocks stay, for /metrics.")
     ] = _ENGINE.kv_cache_metrics,

@@ -38,6 +38,8 @@ _COUNTERS = {
     "prefix_cache_resumed_queries": ("resumed_queries", "Tokens looked up when preempted requests were resumed."),
     "prefix_cache_resumed_hits": ("resumed_hits", "Tokens found when preempted requests were resumed."),
     "prefix_cache_waits": ("prefix_waits", "How often a request waited for a prefix that another one computed."),
+    "kept_blocks_refused": ("kept_blocks_refused", "KV blocks that were to be kept and are not, for want of room."),
+    "kept_blocks_given_up": ("kept_blocks_given_up", "KV blocks that were kept and given up before their time."),
     "num_preemptions": ("preemptions", "Preemptions."),
     "engine_steps": ("steps", "Steps that the engine computed."),
     "engine_failed_steps": ("failed_steps", "Steps that failed."),
@@ -154,6 +156,7 @@ class EngineCollector(Collector):
         waiting = gauge("num_requests_waiting", "Continuations that wait to be admitted.")
         by_reason = gauge("num_requests_waiting_by_reason", "Continuations that wait, and for what.", "reason")
         usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all.")
+        kept = gauge("kv_kept_blocks", "KV blocks that are kept for a time because requests asked for it.")
         encoder = gauge("encoder_cache_usage_perc", "Share of the encoder cache that is taken; 1 is all.")
         for engine, totals in zip(self._engines, self._totals, strict=True):
             labels = self._labels(engine)
@@ -168,8 +171,9 @@ class EngineCollector(Collector):
             by_reason.add_metric((*labels, "capacity"), num_waiting - num_aside)
             by_reason.add_metric((*labels, "deferred"), num_aside)
             usage.add_metric(labels, stats.kv_cache_usage if stats else 0)
+            kept.add_metric(labels, stats.num_kept_blocks if stats else 0)
             encoder.add_metric(labels, _encoder_cache_usage(stats) if stats else 0)
-        yield from (up, running, waiting, by_reason, usage, encoder)
+        yield from (up, running, waiting, by_reason, usage, kept, encoder)
 
     def _of_client(self, name: str, what: str, field: str) -> Metric:
         """A counter of what this frontend itself saw of each engine."""

@@ -212,6 +212,11 @@ class ErrorBody(Struct):
     error: ErrorDetails
 
 
+def error_details(error: ApiError) -> ErrorDetails:
+    """What a client of the OpenAI API is told about `error`."""
+    return ErrorDetails(error.message, error.kind, error.param, error.code)
+
+
 def encode_error(error: ApiError) -> bytes:
     """The body that tells a client of the OpenAI API about `error`."""
-    return msgspec.json.encode(ErrorBody(ErrorDetails(error.message, error.kind, error.param, error.code)))
+    return msgspec.json.encode(ErrorBody(error_details(error)))

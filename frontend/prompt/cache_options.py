@@ -7,12 +7,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from ipc.messages import MAX_KEPT_PREFIXES, KeepPrefix
+from ipc.messages import MAX_KEPT_PREFIXES, MAX_KEPT_PRIORITY, MAX_KEPT_TTL_S, KeepPrefix
 
 from .errors import PromptError
 
-MAX_TTL_S = 86_400
-MAX_KEEP_PRIORITY = 100
 # By what `cache_control` calls them.
 _TTLS_S = {"5m": 300.0, "1h": 3600.0}
 
@@ -31,14 +29,17 @@ class CacheOptions(Struct, forbid_unknown_fields=True, frozen=True):
         ),
     ] = None
     ttl_s: Annotated[
-        Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | None,
-        Meta(description=f"Keep the whole prompt cached so many seconds after each use, at most {MAX_TTL_S} (a day)."),
+        Annotated[float, Meta(gt=0, le=MAX_KEPT_TTL_S)] | None,
+        Meta(
+            description="Keep the whole prompt cached for so many seconds after each use, at most a day"
+            f" ({MAX_KEPT_TTL_S})."
+        ),
     ] = None
     priority: Annotated[
-        Annotated[int, Meta(ge=0, le=MAX_KEEP_PRIORITY)] | None,
+        Annotated[int, Meta(ge=0, le=MAX_KEPT_PRIORITY)] | None,
         Meta(
             description="With `ttl_s`: of what you keep, the lowest is given up first where your share of the cache"
-            f" is used up; 0 (default) to {MAX_KEEP_PRIORITY}."
+            f" is used up; 0 (default) to {MAX_KEPT_PRIORITY}."
         ),
     ] = None
 

@@ -11,6 +11,7 @@ from frontend.engine_calls import EngineSnapshot
 from frontend.engine_errors import EngineUnavailableError
 from frontend.feature_supply import FeatureSource
 from ipc.messages import EngineCapabilities, EngineRequest, RequestOutput, TokenLogprob
+from ipc.stats import PrefixCacheReset
 
 Script = Callable[[EngineRequest], AsyncGenerator[RequestOutput]]
 
@@ -51,6 +52,7 @@ class ScriptedEngine:
         self.index = 0
         self.num_restarts = 0
         self.drops = Drops()
+        self.reset_result = PrefixCacheReset(0)
         self.num_features_supplied = 0
         self.num_feature_bytes_supplied = 0
 
@@ -60,6 +62,11 @@ class ScriptedEngine:
 
     async def stats(self, timeout_s: float) -> EngineSnapshot:
         raise EngineUnavailableError("this engine has no numbers")
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, timeout_s: float) -> PrefixCacheReset:
+        if not self.is_connected:
+            raise EngineUnavailableError(self.down_reason)
+        return self.reset_result
 
     @asynccontextmanager
     async def submit(
