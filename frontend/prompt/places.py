@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from .chat import Chat, ChatMessage
+from .errors import PromptError
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePlace:
-    """A message of a chat, or one part of its content."""
+    """A message of a chat, or one part of its content. A content that is a string is its own part 0."""
 
     message: int
     part: int | None = None
+
+    def __str__(self) -> str:
+        return f"messages[{self.message}]" + ("" if self.part is None else f".content[{self.part}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +28,13 @@ class ToolPlace:
 
     tool: int
 
+    def __str__(self) -> str:
+        return f"tools[{self.tool}]"
+
 
 Place = MessagePlace | ToolPlace
+
+_NAME = re.compile(r"messages\[(?P<message>\d{1,9})\](?:\.content\[(?P<part>\d{1,9})\])?|tools\[(?P<tool>\d{1,9})\]")
 
 
 class TokenRange(NamedTuple):
@@ -32,3 +45,57 @@ class TokenRange(NamedTuple):
 
     start: int
     end: int
+
+
+def places_of(chat: Chat) -> list[Place]:
+    """All of them: tools, then each message and its parts."""
+    places: list[Place] = [ToolPlace(tool) for tool in range(len(chat.tools))]
+    for i, message in enumerate(chat.messages):
+        places.append(MessagePlace(i))
+        places += [MessagePlace(i, part) for part in range(len(parts_of(message)))]
+    return places
+
+
+def parts_of(message: ChatMessage) -> Sequence[object]:
+    return (message.content,) if isinstance(message.content, str) else message.content
+
+
+def innermost(ranges: Mapping[Place, TokenRange], token: int) -> Place | None:
+    """The smallest of `ranges` with `token`; None if that is text of the chat template, in no place."""
+    around = [(place, range_) for place, range_ in ranges.items() if range_.start <= token < range_.end]
+    # Of equals the one that comes later, which is the part of a message rather than the message.
+    found = min(reversed(around), key=lambda item: item[1].end - item[1].start, default=None)
+    return None if found is None else found[0]
+
+
+def place_named(name: str, field: str) -> Place:
+    """The place that is spelled `messages[i]`, `messages[i].content[j]` or `tools[i]`, as `str(place)` does.
+
+    Raises PromptError naming `field`.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise PromptError(
+            f"{field} is {name[:100]!r}, which names no place; places are spelled 'messages[1]',"
+            " 'messages[1].content[0]' or 'tools[0]'",
+            field,
+        )
+    if found["tool"] is not None:
+        return ToolPlace(int(found["tool"]))
+    return MessagePlace(int(found["message"]), None if found["part"] is None else int(found["part"]))
+
+
+def check_place(place: Place, chat: Chat, field: str) -> None:
+    """Raises PromptError naming `field`: `chat` has no such place."""
+    match place:
+        case ToolPlace(tool):
+            what, number, where = "tools", len(chat.tools), tool
+        case MessagePlace(message, part) if part is None or message >= len(chat.messages):
+            what, number, where = "messages", len(chat.messages), message
+        case MessagePlace(message, part):
+            content = chat.messages[message].content
+            what, number, where = f"parts in messages[{message}]", len(parts_of(chat.messages[message])), part
+            if isinstance(content, str):
+                what += " (a string is one part)"
+    if where >= number:
+        raise PromptError(f"{field} names {place}, but there are {number} {what}; they are counted from 0", field)
