@@ -62,7 +62,7 @@ def measure(tokenizer: ModelTokenizer, prompts: list[str], rounds: int) -> tuple
 
         def pieces(text: str, piecewise: PiecewiseTokenizer = piecewise) -> list[int]:
             split = piecewise.split(text, "")
-            return piecewise.token_ids(split, add_special_tokens=False, check_number=lambda number: None)
+            return piecewise.tokenize(split, add_special_tokens=False, check_number=lambda number: None).ids
 
         for turn, text in enumerate(prompts):
             took_ms, expected = milliseconds_of(lambda text=text: whole(text))  # type: ignore[misc]

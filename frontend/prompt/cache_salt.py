@@ -66,6 +66,12 @@ def asked_salt(cache_salt: CacheSalt | None) -> AskedSalt:
     return AskedSalt(cache_salt)
 
 
+def cache_salt_spans(salt: str | None) -> tuple[ExtraKeySpan, ...]:
+    """The extra keys that isolate a request by `salt` from the beginning. Raises as `asked_salt`."""
+    asked = asked_salt(salt).salt
+    return () if asked is None else salt_spans([PlacedSalt(asked)], 1, {})
+
+
 def salt_spans(
     salts: Sequence[PlacedSalt], num_tokens: int, places: Mapping[Place, TokenRange]
 ) -> tuple[ExtraKeySpan, ...]:
@@ -85,7 +91,7 @@ def salt_spans(
 
 def _start(start: Place | int, num_tokens: int, places: Mapping[Place, TokenRange]) -> int:
     if not isinstance(start, int):
-        return min(places[start].start, num_tokens - 1)
+        return max(0, min(places[start].start, num_tokens - 1))
     if start and start >= num_tokens:
         raise PromptError(
             f"cache_salt.from is {start}, but the prompt has {num_tokens} tokens; they are counted from 0",

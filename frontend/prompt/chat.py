@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,8 +71,19 @@ class Chat:
     @property
     def pictures(self) -> list[ChatPicture]:
         """All of them, in their order."""
-        lists = (message.content for message in self.messages if not isinstance(message.content, str))
-        return [part for parts in lists for part in parts if isinstance(part, ChatPicture)]
+        return [picture for _, _, picture in self._placed_pictures()]
+
+    @property
+    def picture_places(self) -> list[tuple[int, int]]:
+        """The message of each, and its part of that."""
+        return [(message, part) for message, part, _ in self._placed_pictures()]
+
+    def _placed_pictures(self) -> Iterator[tuple[int, int, ChatPicture]]:
+        for i, message in enumerate(self.messages):
+            if not isinstance(message.content, str):
+                for j, part in enumerate(message.content):
+                    if isinstance(part, ChatPicture):
+                        yield i, j, part
 
     def num_characters(self) -> int:
         """About how long the rendered text will be."""

@@ -67,11 +67,12 @@ class ChatTemplate:
                 would have left out.
         """
         self._refuse_what_would_be_left_out(chat)
-        text = self._apply_to(chat)
+        text = self.render_unchecked(chat)
         self._check_pictures(chat, text)
         return text
 
-    def _apply_to(self, chat: Chat) -> str:
+    def render_unchecked(self, chat: Chat) -> str:
+        """What `render` gives, whatever the template leaves out. Raises the same, but for that."""
         messages = [self._message(message) for message in chat.messages]
         if chat.continue_final_message:
             _mark_end(messages[-1])
@@ -121,7 +122,7 @@ class ChatTemplate:
         assert self.image_token is not None
         for picture in chat.pictures:
             try:
-                text = self._apply_to(_without(chat, picture))
+                text = self.render_unchecked(_without(chat, picture))
             except ChatTemplateError:
                 continue
             if text.count(self.image_token) == num_tokens:

@@ -42,6 +42,7 @@ _PRE_TOKENIZERS = frozenset(
 _POST_PROCESSORS = frozenset("BertProcessing ByteLevel RobertaProcessing TemplateProcessing".split())
 # No part of a word, and no whitespace, to whomever asks.
 _FIRST_CHARACTERS = frozenset(string.punctuation) - {"_"}
+_LOOK_BACK_CHARACTERS = 256
 _PROBES = (" a", "\n\n b ", "É é 日本 👩‍🚀", " \u00a0", "x")
 
 
@@ -64,12 +65,25 @@ class Cuts:
             start = found.start()
         yield text[start:]
 
+    def last_end(self, text: str, end: int) -> int:
+        """Where the last of the tokens ends before which a text is cut, of those in `text[:end]`; 0 without one.
+
+        Whatever goes on behind it, the tokens up to there stay as they are.
+        """
+        size = _LOOK_BACK_CHARACTERS
+        while True:
+            start = max(0, end - size)
+            last = max((found.end() for found in self._before.finditer(text, start, end)), default=0)
+            if last or not start:
+                return last
+            size *= 4
+
 
 def cuts_of(tokenizer: Tokenizer) -> Cuts | None:
     """None if its texts cannot be cut, as far as is known."""
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized]
     tokens = sorted(token.content for token in _unmistakable(added))
-    if not tokens or not _is_known(tokenizer):
+    if not tokens or not is_known(tokenizer):
         return None
     try:
         affixes = _affixes(tokenizer)
@@ -101,8 +115,8 @@ def _unmistakable(added: list[AddedToken]) -> Iterator[AddedToken]:
             yield token
 
 
-def _is_known(tokenizer: Tokenizer) -> bool:
-    """Whether all it does is done to each piece by itself, and twice the same."""
+def is_known(tokenizer: Tokenizer) -> bool:
+    """Whether the steps of `tokenizer` are those named here, and it does twice the same."""
     model = tokenizer.model
     known = (
         (tokenizer.normalizer, "normalizers", _NORMALIZERS),

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 
 from frontend.detokenizer import BYTE_OF_CHARACTER
 
-from .tokenizer_steps import steps
+from .tokenizer_steps import is_byte_level, steps
 
 # No text is more than this many times as long as its NFC form, in UTF-8 bytes (the test tries all of Unicode).
 NFC_SHRINKAGE = 4
@@ -37,7 +37,7 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int | None:
     if not isinstance(tokenizer.model, models.BPE) or any(token.lstrip or token.rstrip for token in added):
         return None
     # A byte-level token is spelled with one character per byte; other spellings are longer than the text, not shorter.
-    size = len if _is_byte_level(tokenizer) else _utf8_bytes
+    size = len if is_byte_level(tokenizer) else _utf8_bytes
     sizes = [size(token) for token in tokenizer.get_vocab(with_added_tokens=False)]
     return max([1, *sizes, *(_utf8_bytes(token.content) for token in added)])
 
@@ -48,7 +48,7 @@ def _dropped_bytes(tokenizer: Tokenizer) -> bytes | None:
     if any(split["type"] not in _KEEPING_PRE_TOKENIZERS or split.get("behavior") == "Removed" for split in splits):
         return None
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    if _is_byte_level(tokenizer):
+    if is_byte_level(tokenizer):
         return bytes(byte for character, byte in BYTE_OF_CHARACTER.items() if character not in vocabulary)
     falls_back = tokenizer.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     return b"" if falls_back else None
@@ -67,10 +67,6 @@ def _shrinkage(tokenizer: Tokenizer) -> int | None:
         elif step["type"] != "Prepend":
             return None
     return shrinkage
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    return any(split["type"] == "ByteLevel" for split in steps(tokenizer.pre_tokenizer, "pretokenizers"))
 
 
 def _utf8_bytes(text: str) -> int:

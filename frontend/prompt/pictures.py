@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from multimodal import OptionError, Picture, PictureError, Pictures, PictureSour
 from .canonical_json import JsonText, canonical_object
 from .chat import Chat
 from .errors import PromptError
+from .place_offsets import PlaceOffsets
 from .prompt import Prompt
 
 MAX_SETTINGS_BYTES = 16_384
@@ -81,6 +85,31 @@ class ChatPictures:
             return self.processor.expand(text, [picture.layout for picture in pictures])
         except PlaceholderError as error:
             raise PromptError(str(error)) from error
+
+    def expanded(self, text: str, places: Sequence[PlaceOffsets], pictures: Sequence[Picture]) -> list[PlaceOffsets]:
+        """Where `places` of `text` are in what `expand` makes of it. Of an image token they have all or nothing."""
+        token_size = len(self.image_token)
+        begins = [found.start() for found in re.finditer(re.escape(self.image_token), text)]
+        longer = [len(picture.layout.replacement) - token_size for picture in pictures]
+        moved = list(accumulate(longer, initial=0))
+
+        def move(offset: int, to_token: Callable[[int], int]) -> int:
+            number = bisect_left(begins, offset)
+            if number and offset < begins[number - 1] + token_size:
+                offset = to_token(begins[number - 1])
+                number = bisect_left(begins, offset)
+            return offset + moved[number]
+
+        def begin_of(begin: int) -> int:
+            return begin
+
+        def end_of(begin: int) -> int:
+            return begin + token_size
+
+        return [
+            PlaceOffsets(move(place.start, begin_of), move(place.shown, begin_of), move(place.end, end_of))
+            for place in places
+        ]
 
     def prompt(self, token_ids: list[int], pictures: Sequence[Picture]) -> Prompt:
         """Of the tokens of a text with `pictures`.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .chat import Chat, ChatMessage
+from .chat import Chat, ChatMessage, ChatPicture
 from .errors import PromptError
 
 
@@ -38,12 +38,14 @@ _NAME = re.compile(r"messages\[(?P<message>\d{1,9})\](?:\.content\[(?P<part>\d{1
 
 
 class TokenRange(NamedTuple):
-    """Tokens `[start, end)` of a prompt.
+    """Tokens of a prompt that are about a place.
 
-    No token before `start` depends on what stands in the place or behind it; tokens before `end` show all of the place.
+    No token before `start` depends on what stands in the place or behind it. The tokens `[shown, end)` show all of it;
+    `start` is at most `shown`, and less where a token before depends on what follows.
     """
 
     start: int
+    shown: int
     end: int
 
 
@@ -56,15 +58,16 @@ def places_of(chat: Chat) -> list[Place]:
     return places
 
 
-def parts_of(message: ChatMessage) -> Sequence[object]:
+def parts_of(message: ChatMessage) -> Sequence[str | ChatPicture]:
+    """Of its content."""
     return (message.content,) if isinstance(message.content, str) else message.content
 
 
 def innermost(ranges: Mapping[Place, TokenRange], token: int) -> Place | None:
-    """The smallest of `ranges` with `token`; None if that is text of the chat template, in no place."""
-    around = [(place, range_) for place, range_ in ranges.items() if range_.start <= token < range_.end]
+    """The smallest of `ranges` that shows `token`; None if that is text of the chat template, in no place."""
+    around = [(place, range_) for place, range_ in ranges.items() if range_.shown <= token < range_.end]
     # Of equals the one that comes later, which is the part of a message rather than the message.
-    found = min(reversed(around), key=lambda item: item[1].end - item[1].start, default=None)
+    found = min(reversed(around), key=lambda item: item[1].end - item[1].shown, default=None)
     return None if found is None else found[0]
 
 
@@ -90,12 +93,12 @@ def check_place(place: Place, chat: Chat, field: str) -> None:
     match place:
         case ToolPlace(tool):
             what, number, where = "tools", len(chat.tools), tool
-        case MessagePlace(message, part) if part is None or message >= len(chat.messages):
-            what, number, where = "messages", len(chat.messages), message
-        case MessagePlace(message, part):
+        case MessagePlace(message, int(part)) if message < len(chat.messages):
             content = chat.messages[message].content
             what, number, where = f"parts in messages[{message}]", len(parts_of(chat.messages[message])), part
             if isinstance(content, str):
                 what += " (a string is one part)"
+        case MessagePlace(message):
+            what, number, where = "messages", len(chat.messages), message
     if where >= number:
         raise PromptError(f"{field} names {place}, but there are {number} {what}; they are counted from 0", field)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from .chat import Chat
 from .errors import ChatTemplateError, PromptError, PromptTooLongError
 from .least_tokens import least_tokens_of
 from .pictures import ChatPictures
-from .piecewise import PiecewiseTokenizer, SplitText, TokenizationStats
+from .piecewise import PiecewiseTokenizer, SplitText, TokenizationStats, Tokens
+from .place_offsets import PlaceOffsets, place_offsets
+from .places import Place
 from .prompt import Prompt
 from .spellings import refuse_spellings
 from .tokenizer import ModelTokenizer
@@ -30,8 +33,16 @@ _CHARACTERS_PER_TOKEN = 4
 # What else takes time, in characters to be tokenized: of each character rendering, splitting and listing; each message.
 _PREPARING_SHARE = 1 / 8
 _MESSAGE_CHARACTERS = 8
+_RENDERINGS_PER_PLACE = 4
 # Done at once: waking a thread takes as long. With it go up to 1,024 characters to be tokenized, 0.3 ms.
 _AT_ONCE_COST = 128
+
+
+class PlacedText(NamedTuple):
+    """A text, and where places of a chat are in it."""
+
+    text: str
+    places: Sequence[PlaceOffsets]
 
 
 class PromptProcessor:
@@ -74,8 +85,11 @@ class PromptProcessor:
         tenant: str = "",
         add_special_tokens: bool = False,
         check_length: bool = True,
+        places: Sequence[Place] = (),
     ) -> Prompt:
         """The chat as a prompt. By default the template alone decides about BOS.
+
+        `places`, of `places_of(chat)`, are found in it, which takes some more renderings for each.
 
         Raises:
             ChatTemplateError: the model has no chat template, or the template refuses this chat.
@@ -88,25 +102,33 @@ class PromptProcessor:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
         pictures = self.pictures
 
-        def render() -> str:
+        def render() -> PlacedText:
             if pictures is not None:
                 refuse_spellings(chat, pictures.spellings)
-            return template.render(chat)
+            text = template.render(chat)
+            return PlacedText(text, place_offsets(template, chat, text, places))
 
-        def tokenize(make_text: Callable[[], str], cost: float) -> Awaitable[list[int]]:
+        def tokenize(make_text: Callable[[], PlacedText], cost: float) -> Awaitable[Tokens]:
             return self._tokenize(make_text, cost, max_model_len, tenant, add_special_tokens, check_length)
 
         cost = _PREPARING_SHARE * chat.num_characters() + _MESSAGE_CHARACTERS * len(chat.messages)
+        cost *= 1 + _RENDERINGS_PER_PLACE * len(places)
         sources = [] if pictures is None else pictures.sources(chat)
         if pictures is None or not sources:
-            return Prompt(await tokenize(render, cost))
+            tokens = await tokenize(render, cost)
+            return Prompt(tokens.ids, places=dict(zip(places, tokens.ranges, strict=True)))
         # What is wrong with the chat is found before anything is fetched.
-        text = await self._run(render, cost)
+        text, offsets = await self._run(render, cost)
         loaded = await pictures.load(sources, tenant)
+
+        def expand() -> PlacedText:
+            return PlacedText(pictures.expand(text, loaded), pictures.expanded(text, offsets, loaded))
+
         num_characters = len(text) + sum(len(picture.layout.replacement) for picture in loaded)
         cost = _PREPARING_SHARE * num_characters
-        token_ids = await tokenize(lambda: pictures.expand(text, loaded), cost)
-        return await self._run(lambda: pictures.prompt(token_ids, loaded), cost)
+        tokens = await tokenize(expand, cost)
+        prompt = await self._run(lambda: pictures.prompt(tokens.ids, loaded), cost)
+        return replace(prompt, places=dict(zip(places, tokens.ranges, strict=True)))
 
     async def text(
         self,
@@ -127,7 +149,9 @@ class PromptProcessor:
             PromptError: the text is very long, and `max_model_len` is None.
         """
         cost = _PREPARING_SHARE * len(text)
-        return await self._tokenize(lambda: text, cost, max_model_len, tenant, add_special_tokens, check_length)
+        placed = PlacedText(text, ())
+        tokens = await self._tokenize(lambda: placed, cost, max_model_len, tenant, add_special_tokens, check_length)
+        return tokens.ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens spelled out. Ids that stand for no token have no text."""
@@ -142,32 +166,35 @@ class PromptProcessor:
 
     async def _tokenize(
         self,
-        make_text: Callable[[], str],
+        make_text: Callable[[], PlacedText],
         cost: float,
         max_model_len: int | None,
         tenant: str,
         add_special_tokens: bool,
         check_length: bool,
-    ) -> list[int]:
+    ) -> Tokens:
         """`cost`: what making the text and finding what is known of it takes, in characters to be tokenized."""
 
         def check_number(num_tokens: int) -> None:
             if check_length and max_model_len is not None:
                 check_prompt_length(num_tokens, max_model_len)
 
-        def finish(split: SplitText) -> list[int]:
-            return self._piecewise.token_ids(split, add_special_tokens=add_special_tokens, check_number=check_number)
+        def finish(split: SplitText, offsets: Sequence[PlaceOffsets]) -> Tokens:
+            return self._piecewise.tokenize(
+                split, add_special_tokens=add_special_tokens, check_number=check_number, places=offsets
+            )
 
-        def begin() -> SplitText | list[int]:
-            text = make_text()
+        def begin() -> tuple[SplitText, Sequence[PlaceOffsets]] | Tokens:
+            text, offsets = make_text()
             self._refuse_hopeless(text, max_model_len)
             split = self._piecewise.split(text, tenant)
-            return split if split.num_unknown_characters > LONG_PROMPT_CHARACTERS else finish(split)
+            return (split, offsets) if split.num_unknown_characters > LONG_PROMPT_CHARACTERS else finish(split, offsets)
 
         begun = await self._run(begin, cost)
-        if not isinstance(begun, SplitText):
+        if isinstance(begun, Tokens):
             return begun
-        return await self._run(lambda: finish(begun), begun.num_unknown_characters)
+        split, offsets = begun
+        return await self._run(lambda: finish(split, offsets), split.num_unknown_characters)
 
     def _refuse_hopeless(self, text: str, max_model_len: int | None) -> None:
         """Raises PromptTooLongError for a text that is certainly too long, before it costs anything."""

@@ -182,7 +182,7 @@ def test_the_tokens_are_those_of_the_whole_text(name: str, data: st.DataObject) 
         assert [i for piece in pieces for i in whole(tokenizer, piece)] == whole(tokenizer, text)
         for add_special_tokens in (False, True):
             split = remembering.split(text, "")
-            ids = remembering.token_ids(split, add_special_tokens=add_special_tokens, check_number=any_number)
+            ids = remembering.tokenize(split, add_special_tokens=add_special_tokens, check_number=any_number).ids
             assert ids == whole(tokenizer, text, add_special_tokens=add_special_tokens)
 
 
@@ -199,7 +199,7 @@ def test_they_are_for_a_tokenizer_with_thousands_of_added_tokens() -> None:
             text += "".join(draw.choice(draw.choice((WORDS, added, added[:300]))) for _ in range(draw.randrange(12)))
             for add_special_tokens in (False, True):
                 split = remembering.split(text, "")
-                ids = remembering.token_ids(split, add_special_tokens=add_special_tokens, check_number=any_number)
+                ids = remembering.tokenize(split, add_special_tokens=add_special_tokens, check_number=any_number).ids
                 assert ids == whole(tokenizer, text, add_special_tokens=add_special_tokens)
     assert remembering.stats.num_remembered_tokens > 0
 
@@ -210,7 +210,7 @@ CHAT = "".join(f"<|start|>user\n{'a long question, ' * n}<|end|>\n" for n in ran
 def remembered(tokenizer: PiecewiseTokenizer, text: str, tenant: str = "") -> int:
     """How many tokens of `text` were."""
     before = tokenizer.stats.num_remembered_tokens
-    tokenizer.token_ids(tokenizer.split(text, tenant), add_special_tokens=False, check_number=any_number)
+    tokenizer.tokenize(tokenizer.split(text, tenant), add_special_tokens=False, check_number=any_number)
     return tokenizer.stats.num_remembered_tokens - before
 
 
@@ -250,7 +250,7 @@ def test_a_text_that_is_refused_leaves_nothing() -> None:
 
     number = len(whole(tokenizer_of("byte_level"), CHAT))
     with pytest.raises(ValueError, match=str(number)):
-        remembering.token_ids(remembering.split(CHAT, ""), add_special_tokens=False, check_number=refuse)
+        remembering.tokenize(remembering.split(CHAT, ""), add_special_tokens=False, check_number=refuse)
     assert remembering.stats.num_tokens == remembered(remembering, CHAT) == 0
 
 
@@ -261,7 +261,7 @@ def test_threads_may_share_it() -> None:
     expected = [whole(tokenizer, text) for text in texts]
 
     def ids(text: str) -> list[int]:
-        return remembering.token_ids(remembering.split(text, ""), add_special_tokens=False, check_number=any_number)
+        return remembering.tokenize(remembering.split(text, ""), add_special_tokens=False, check_number=any_number).ids
 
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
