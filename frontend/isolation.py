@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ipc.messages import ExtraKeySpan
-
 from .api_key import API_KEY_ENV
-from .prompt.cache_salt import cache_salt_spans
+from .prompt.cache_salt import AskedSalt, CacheSalt, PlacedSalt, asked_salt, salt_spans
+from .prompt.chat import Chat
 from .prompt.errors import PromptError
+from .prompt.places import Place, check_place, place_named
+from .prompt.prompt import Prompt
 
 IsolationMode = Literal["none", "salt", "api-key"]
+
+_FROM = "cache_salt.from"
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
     """What keeps a request apart from others.
 
-    `extra_key_spans` do so in the prefix cache. `tenant` is as in `EngineRequest`: who is counted. What the frontend
-    remembers of prompts is kept for `memory_tenant`: those whose requests share all that is cached.
+    `salts` do so in the prefix cache. `tenant` is as in `EngineRequest`: who is counted. What the frontend remembers of
+    prompts is kept for `memory_tenant`, those who have all of the salts in common.
     """
 
-    extra_key_spans: tuple[ExtraKeySpan, ...] = ()
+    salts: tuple[AskedSalt, ...] = ()
     tenant: str = ""
     memory_tenant: str = ""
 
@@ -39,14 +42,13 @@ def check_isolation(mode: IsolationMode, api_keys: Sequence[str]) -> None:
         )
 
 
-def isolate(mode: IsolationMode, caller: str, cache_salt: str | None) -> Isolation:
+def isolate(mode: IsolationMode, caller: str, cache_salt: CacheSalt | None) -> Isolation:
     """Of a request with `cache_salt` that `caller` (see `api_key.caller_of`) sends.
 
-    Raises PromptError: see `cache_salt_spans`; and for a salt where nobody is isolated.
+    Raises PromptError: see `asked_salt`; for a salt where nobody is isolated, and for a place without one where no
+    other is given.
     """
-    spans = cache_salt_spans(cache_salt)
-    if mode == "salt":
-        return Isolation(spans, cache_salt or "", cache_salt or "")
+    asked = asked_salt(cache_salt)
     if mode == "none":
         if cache_salt is not None:
             raise PromptError(
@@ -54,10 +56,63 @@ def isolate(mode: IsolationMode, caller: str, cache_salt: str | None) -> Isolati
                 "cache_salt",
             )
         return Isolation(tenant=caller)
+    if mode == "salt":
+        if asked.salt is None:
+            if cache_salt is not None:
+                raise PromptError("cache_salt.salt is needed: there is no other salt here", "cache_salt.salt")
+            return Isolation()
+        return Isolation((asked,), asked.salt, asked.salt)
     if not caller:
         raise ValueError("a caller without an API key cannot be isolated by it")
-    salt = caller if cache_salt is None else _divided(caller, cache_salt)
-    return Isolation(cache_salt_spans(salt), caller, salt)
+    if asked.salt is None:
+        return Isolation((AskedSalt(caller, asked.start),), caller, caller)
+    divided = _divided(caller, asked.salt)
+    if asked.start in (None, 0):
+        return Isolation((AskedSalt(divided, asked.start),), caller, divided)
+    return Isolation((AskedSalt(caller), asked), caller, divided)
+
+
+def salts_in_chat(salts: Iterable[AskedSalt], chat: Chat) -> list[PlacedSalt]:
+    """Raises PromptError naming `cache_salt.from`: it is no place of `chat`."""
+    placed = []
+    for asked in salts:
+        start: Place | int = 0
+        if isinstance(asked.start, int):
+            raise PromptError(
+                f"cache_salt.from is the number {asked.start}; in a chat it names a place, such as 'messages[1]'", _FROM
+            )
+        if asked.start is not None:
+            check_place(start := place_named(asked.start, _FROM), chat, _FROM)
+        placed.append(PlacedSalt(_salt_of(asked), start))
+    return placed
+
+
+def salts_in_tokens(salts: Iterable[AskedSalt]) -> list[PlacedSalt]:
+    """Raises PromptError naming `cache_salt.from`: it is no number of a token."""
+    placed = []
+    for asked in salts:
+        if isinstance(asked.start, str):
+            raise PromptError(
+                f"cache_salt.from is {asked.start[:100]!r}; without messages it is the number of a token", _FROM
+            )
+        placed.append(PlacedSalt(_salt_of(asked), asked.start or 0))
+    return placed
+
+
+def places_of_salts(salts: Iterable[PlacedSalt]) -> list[Place]:
+    """Those that a prompt is to have its tokens found of."""
+    return [placed.start for placed in salts if not isinstance(placed.start, int)]
+
+
+def isolated(prompt: Prompt, salts: Sequence[PlacedSalt]) -> Prompt:
+    """`prompt` salted, which knows the places of `salts`. Raises as `salt_spans`."""
+    spans = salt_spans(salts, len(prompt.token_ids), prompt.places)
+    return replace(prompt, extra_key_spans=(*spans, *prompt.extra_key_spans))
+
+
+def _salt_of(asked: AskedSalt) -> str:
+    assert asked.salt is not None  # of those of an `Isolation`
+    return asked.salt
 
 
 def _divided(caller: str, cache_salt: str) -> str:

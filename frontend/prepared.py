@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from ipc.messages import CacheReport, EngineRequest, ExtraKeySpan, MissReason, SamplingParams
+from ipc.messages import CacheReport, EngineRequest, MissReason, SamplingParams
 
 from .choice import CallableTools
 from .continuation import TextDelta
@@ -35,7 +35,6 @@ class PreparedRequest:
     include_stop: bool
     logprobs: int | None
     prompt_logprobs: int | None
-    extra_key_spans: tuple[ExtraKeySpan, ...]
     priority: int
     include_usage: bool
     continuous_usage: bool
@@ -122,7 +121,7 @@ async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> As
             request_id=f"{answer_id}-{index}",
             prompt_token_ids=prompt.token_ids,
             sampling_params=prepared.sampling_params,
-            extra_key_spans=(*prepared.extra_key_spans, *prompt.extra_key_spans),
+            extra_key_spans=prompt.extra_key_spans,
             priority=prepared.priority,
             mm_features=prompt.features,
             read_prefix_cache=prepared.read_prefix_cache,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from frontend.errors import invalid_request
-from frontend.isolation import Isolation, isolate
+from frontend.isolation import Isolation, isolate, isolated, places_of_salts, salts_in_chat, salts_in_tokens
 from frontend.prepared import PreparedRequest
 from frontend.prompt.breakpoints import check_kept, with_kept
 from frontend.prompt.cache_options import CacheOptions
@@ -37,12 +37,16 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest, caller:
         check_kept(request.cache, breakpoints)
         prepared = await _prepare_fields(serving, request, capabilities, isolation)
         chat = chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None)
+        salts = salts_in_chat(isolation.salts, chat)
         prompt = await serving.prompts.chat(
-            chat, max_model_len=capabilities.max_model_len, tenant=isolation.memory_tenant
+            chat,
+            max_model_len=capabilities.max_model_len,
+            tenant=isolation.memory_tenant,
+            places=[*(point.place for point in breakpoints), *places_of_salts(salts)],
         )
         if not prompt.token_ids:
             raise invalid_request("the messages make a prompt of 0 tokens", "messages")
-        prompt = with_kept(prompt, request.cache, breakpoints)
+        prompt = isolated(with_kept(prompt, request.cache, breakpoints), salts)
     return replace(prepared, prompts=(prompt,), tools=tools_of(serving, request))
 
 
@@ -51,6 +55,7 @@ async def prepare_completion(serving: Serving, request: CompletionRequest, calle
     with client_errors(serving, field_names(request)):
         capabilities = serving.capabilities()
         isolation = isolate(serving.isolation, caller, request.cache_salt)
+        salts = salts_in_tokens(isolation.salts)
         check_kept(request.cache)
         prepared = await _prepare_fields(serving, request, capabilities, isolation)
         texts_or_ids = _separate_prompts(request.prompt)
@@ -68,7 +73,7 @@ async def prepare_completion(serving: Serving, request: CompletionRequest, calle
                 check_vocabulary(token_ids, capabilities.vocab_size, param)
             if not token_ids:
                 raise invalid_request(f"{param} has 0 tokens; at least 1 is needed", param)
-            prompts.append(with_kept(Prompt(token_ids), request.cache))
+            prompts.append(isolated(with_kept(Prompt(token_ids), request.cache), salts))
         prompt_texts: tuple[str, ...] = ()
         if request.echo:
             prompt_texts = tuple(
@@ -96,7 +101,6 @@ async def _prepare_fields(
         include_stop=bool(request.include_stop_str_in_output),
         logprobs=num_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
-        extra_key_spans=isolation.extra_key_spans,
         priority=request.priority or 0,
         include_usage=bool(stream_options.include_usage),
         continuous_usage=bool(stream_options.continuous_usage_stats),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from frontend.prompt.cache_options import CacheControl, CacheOptions
+from frontend.prompt.cache_salt import CacheSalt
 from frontend.request_fields import Ignored, Int64, JsonObject, NotYet
 
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
@@ -59,10 +60,10 @@ class RequestFields(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: Annotated[bool | None, Meta(description="Answer with server-sent events.")] = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[
-        str | None,
+        CacheSalt | None,
         Meta(
             description="Share cached prefixes only with requests of the same salt. 1 to 128 characters, none of"
-            " `@`, `/`, `\\`, NUL."
+            " `@`, `/`, `\\`, NUL. As an object, from a place on: what comes before is shared by all."
         ),
     ] = None
     cache: Annotated[
@@ -327,7 +328,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: ChatTemplateKwargs = UNSET
     mm_processor_kwargs: MmProcessorKwargs = UNSET
     cache_salt: Annotated[
-        str | None,
+        CacheSalt | None,
         Meta(description="As in the request to come: what is kept of texts and pictures is kept for its salt."),
     ] = None
     add_special_tokens: Annotated[

@@ -6,10 +6,12 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from frontend.errors import invalid_request
-from frontend.isolation import isolate
+from frontend.isolation import isolate, salts_in_chat, salts_in_tokens
+from frontend.prompt.breakpoints import check_kept
 from frontend.refusals import FieldNames, prompt_errors
 from frontend.serving import Serving
 
+from .cache_control import breakpoints_of
 from .chat_prompt import chat_of
 from .protocol import DetokenizeRequest, TokenizeRequest
 from .responses import Detokenized, Tokenized
@@ -53,11 +55,12 @@ async def _token_ids(serving: Serving, request: TokenizeRequest, caller: str, ma
             raise invalid_request("missing required parameter 'prompt' (or 'messages')", "prompt")
         _refuse_fields_of_chats(request)
         with prompt_errors(serving, FieldNames("prompt")):
-            tenant = isolate(serving.isolation, caller, request.cache_salt).memory_tenant
+            isolation = isolate(serving.isolation, caller, request.cache_salt)
+            salts_in_tokens(isolation.salts)  # the completions' endpoint would refuse it, too
             return await serving.prompts.text(
                 request.prompt,
                 max_model_len=max_model_len,
-                tenant=tenant,
+                tenant=isolation.memory_tenant,
                 add_special_tokens=request.add_special_tokens is not False,
                 check_length=False,
             )
@@ -65,11 +68,14 @@ async def _token_ids(serving: Serving, request: TokenizeRequest, caller: str, ma
         raise invalid_request("send prompt or messages, not both", "prompt")
     refuse_unsupported_in_prompt(request.messages, request.tools)
     with prompt_errors(serving, FieldNames("messages")):
-        tenant = isolate(serving.isolation, caller, request.cache_salt).memory_tenant
+        isolation = isolate(serving.isolation, caller, request.cache_salt)
+        check_kept(None, breakpoints_of(request.messages, request.tools))
+        chat = chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None)
+        salts_in_chat(isolation.salts, chat)  # the chat's endpoint would refuse it, too
         prompt = await serving.prompts.chat(
-            chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None),
+            chat,
             max_model_len=max_model_len,
-            tenant=tenant,
+            tenant=isolation.memory_tenant,
             add_special_tokens=bool(request.add_special_tokens),
             check_length=False,
         )

@@ -15,9 +15,9 @@ from .places import Place, TokenRange
 class Prompt:
     """Token ids, and what they do not say.
 
-    `features` are its pictures by position, `extra_key_spans` what the KV cache must know of them. `inputs` has what
-    the model is given of them, for an engine that asks; None without pictures. `places` has those of the chat's places
-    that were asked for; `keep` is as in `EngineRequest`.
+    `features` are its pictures by position, `extra_key_spans` what the KV cache must know of them and of who shares it.
+    `inputs` has what the model is given of pictures, for an engine that asks; None without. `places` has those of the
+    chat's places that were asked for; `keep` is as in `EngineRequest`.
     """
 
     token_ids: list[int]

@@ -47,6 +47,12 @@ def serving(tokenizer: ModelTokenizer, isolation: IsolationMode, keys: tuple[str
         yield Isolated(engine, http)
 
 
+@pytest.fixture(scope="module")
+def by_salt(chat_tokenizer: ModelTokenizer) -> Iterator[Isolated]:
+    with serving(chat_tokenizer, "salt") as served:
+        yield served
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_callers_of_different_keys_share_nothing(chat_tokenizer: ModelTokenizer, path: str) -> None:
     with serving(chat_tokenizer, "api-key", KEYS) as served:
@@ -113,7 +119,57 @@ def test_what_is_remembered_of_prompts_is_kept_apart_like_the_cache() -> None:
         isolations = [isolate(mode, caller, salt) for caller in ("x", "y") for salt in salts]  # type: ignore[arg-type]
         for one in isolations:
             for other in isolations:
-                assert (one.memory_tenant == other.memory_tenant) == (one.extra_key_spans == other.extra_key_spans)
+                assert (one.memory_tenant == other.memory_tenant) == (one.salts == other.salts)
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "fine"}]
+
+
+def test_a_salt_from_a_place_on_leaves_what_is_before_to_all(by_salt: Isolated, chat_tokenizer: ModelTokenizer) -> None:
+    salt = {"salt": "pepper", "from": "messages[1]"}
+    request = by_salt.told(path="/v1/chat/completions", messages=MESSAGES, cache_salt=salt)
+    (span,) = request.extra_key_spans
+    before = chat_tokenizer.backend.decode(request.prompt_token_ids[: span.start], skip_special_tokens=False)
+    assert (span.end, span.kind, span.key) == (span.start + 1, "cache_salt", "pepper")
+    assert "Be brief." in before and "user" not in before
+    assert request.tenant == "pepper"
+    in_tokens = by_salt.told(prompt=[5] * 9, cache_salt={"salt": "pepper", "from": 4})
+    assert [(span.start, span.key) for span in in_tokens.extra_key_spans] == [(4, "pepper")]
+
+
+def test_a_caller_chooses_from_where_on_its_key_counts(chat_tokenizer: ModelTokenizer) -> None:
+    """Without a salt of its own what comes before is everybody's; with one that counts within what is the caller's."""
+    with serving(chat_tokenizer, "api-key", KEYS) as served:
+        shared = served.told(KEYS[0], prompt=[5] * 9, cache_salt={"from": 4})
+        assert [(span.start, span.key) for span in shared.extra_key_spans] == [(4, caller_id(KEYS[0]))]
+        own = served.told(KEYS[0], prompt=[5] * 9, cache_salt={"salt": "pepper", "from": 4})
+        assert [(span.start, span.key) for span in own.extra_key_spans] == [(0, caller_id(KEYS[0])), (4, "pepper")]
+        whole = served.told(KEYS[0], prompt=[5] * 9, cache_salt={"salt": "pepper", "from": 0})
+        assert whole.extra_key_spans == served.told(KEYS[0], prompt=[5] * 9, cache_salt="pepper").extra_key_spans
+        assert {request.tenant for request in (shared, own, whole)} == {caller_id(KEYS[0])}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/tokenize of a chat"])
+@pytest.mark.parametrize(
+    ("cache_salt", "param"),
+    [
+        ({"salt": "pepper", "form": "messages[0]"}, "cache_salt.form"),
+        ({"salt": "", "from": 0}, "cache_salt.salt"),
+        ({"salt": "pepper", "from": "messages[7]"}, "cache_salt.from"),
+        ({"salt": "pepper", "from": "the beginning"}, "cache_salt.from"),
+        ({"salt": "pepper", "from": -1}, "cache_salt.from"),
+        ({"salt": "pepper", "from": True}, "cache_salt.from"),
+        ({"from": 0}, "cache_salt.salt"),
+        ({}, "cache_salt.salt"),
+        (7, "cache_salt"),
+    ],
+)
+def test_a_salt_that_begins_nowhere_names_its_field(by_salt: Isolated, path: str, cache_salt: Any, param: str) -> None:
+    path, _, chat = path.partition(" of a ")
+    fields = {"messages": MESSAGES, "prompt": None} if chat else {}
+    refused = by_salt.answer(path=path, cache_salt=cache_salt, **fields)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == param
 
 
 def test_keys_are_needed_to_isolate_by_them() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,25 +12,19 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from engine_core import resolve_model
 from frontend.prompt.canonical_json import JsonText
 from frontend.prompt.chat import Chat, ChatMessage, ChatPicture, Tool, ToolCall
 from frontend.prompt.chat_template import ChatTemplate, chat_template_of
-from frontend.prompt.errors import ChatTemplateError, PromptError
+from frontend.prompt.errors import ChatTemplateError
 from frontend.prompt.place_offsets import PlaceOffsets, place_offsets
 from frontend.prompt.places import (
     MessagePlace,
     Place,
-    TokenRange,
     ToolPlace,
-    check_place,
-    innermost,
     parts_of,
     place_named,
     places_of,
 )
-from frontend.prompt.processor import PromptProcessor
-from frontend.prompt.tokenizer import ModelTokenizer, load_tokenizer
 from tests.frontend.templates import DATED_TEMPLATE, TOOL_TEMPLATE, tokenizer_with
 from tests.frontend.test_template_pictures import HOISTED, IN_PLACE, TOKEN
 from tests.tiny_models import CHATML_TEMPLATE
