@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ipc.messages import EngineRequest, ExtraKeySpan, RequestTiming, SamplingParams, TokenLogprob
+from ipc.messages import EngineRequest, ExtraKeySpan, MissReason, RequestTiming, SamplingParams, TokenLogprob
 
 from .feature_layout import FeatureUnit
 
@@ -31,7 +31,8 @@ class Request:
 
     `token_ids` holds the prompt followed by everything generated so far. `block_hashes[i]` is the
     identity of its i-th full block, `block_contents[i]` what it holds. KV entries exist for the first
-    `num_computed_tokens` tokens. `num_cached_tokens` is the hit of the first admission, None before it.
+    `num_computed_tokens` tokens. `num_cached_tokens` is the hit of the first admission, and `miss_reason` why it was no
+    longer; None before it.
 
     It is one of the `n` continuations its caller asked for: `index` says which, and `parent` which of them has computed
     its prompt (None for that one). `request_id` is unique in the engine, `output_id` is the caller's.
@@ -59,6 +60,7 @@ class Request:
         "inputs",
         "keep",
         "max_tokens",
+        "miss_reason",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_kept_tokens",
@@ -118,6 +120,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
+        self.miss_reason: MissReason | None = None
         self.num_preemptions = 0
         self.created_s = time.monotonic()
         self.admitted_s: float | None = None

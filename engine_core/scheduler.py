@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ipc.messages import FinishReason, RequestError, RequestOutput
+from ipc.messages import CacheReport, FinishReason, RequestError, RequestOutput
 
 from .config import SchedulingPolicy
 from .features import FeatureError, FeatureManager
@@ -282,6 +282,7 @@ class Scheduler:
                 return None
         if not self.enable_chunked_prefill and hit.num_tokens + num_tokens < request.num_tokens:
             return None
+        miss_reason = self.kv.why_missed(request, hit) if request.miss_reason is None else None
         allocated = self.kv.allocate_slots(
             request,
             num_tokens,
@@ -314,6 +315,9 @@ class Scheduler:
             request.admitted_s = time.monotonic()
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
+        if miss_reason is not None:
+            request.miss_reason = miss_reason
+            self.counters.count_miss(miss_reason, request.num_tokens - hit.num_tokens)
         step.scheduled.append(self._entry(request, num_tokens, features))
         return num_tokens
 
@@ -429,6 +433,8 @@ class Scheduler:
             output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             if is_first or finish_reason is not None:
                 output.timing = request.timing(now_s)
+            if is_first and request.miss_reason is not None:
+                output.cache = CacheReport(request.miss_reason)
             outputs.append(output)
             if finish_reason is not None:
                 self._finish(request)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import get_args
 
+from ipc.messages import MissReason
 from ipc.stats import STEP_TOKENS_BOUNDS
 
 from .request import Request, RequestStatus
+
+
+def _by_reason() -> dict[str, int]:
+    # All of them from the start: another thread may be reading while one is counted.
+    return {reason: 0 for reason in get_args(MissReason) if reason != "none"}
 
 
 @dataclass(slots=True)
@@ -24,6 +31,8 @@ class SchedulerCounters:
     resumed_queries: int = 0
     resumed_hits: int = 0
     prefix_waits: int = 0
+    prefix_cache_misses: dict[str, int] = field(default_factory=_by_reason)
+    prefix_cache_missed_tokens: dict[str, int] = field(default_factory=_by_reason)
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
 
     def count_step(self, num_tokens: int) -> None:
@@ -44,6 +53,12 @@ class SchedulerCounters:
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += num_cached_tokens
             self.prefix_cache_copied += num_copied_tokens
+
+    def count_miss(self, reason: MissReason, num_tokens: int) -> None:
+        """Once per prompt: so many of its tokens were not found."""
+        if reason != "none":
+            self.prefix_cache_misses[reason] += 1
+            self.prefix_cache_missed_tokens[reason] += num_tokens
 
 
 @dataclass(slots=True)

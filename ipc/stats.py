@@ -29,6 +29,9 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     `num_kept_blocks` are kept for a time (`KeepPrefix`), free or not; `kept_blocks_refused` were to be and are not, for
     want of room in a share; `kept_blocks_given_up` are not any more although their time was not over.
 
+    `prefix_cache_misses` counts requests that were not found whole by `MissReason`, `prefix_cache_missed_tokens` the
+    tokens of their prompts that were not found; each once, however often it is preempted.
+
     `resumed_*` count the same for re-admissions after a preemption. `computed_tokens` includes what preempted
     requests compute again. `step_tokens[i]` is the number of steps that computed at most `STEP_TOKENS_BOUNDS[i]` tokens
     and more than the bound before; `computed_tokens` is the sum of their tokens. `block_residency` is empty unless the
@@ -74,6 +77,8 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     num_kept_blocks: int = 0
     kept_blocks_refused: int = 0
     kept_blocks_given_up: int = 0
+    prefix_cache_misses: dict[str, int] = {}
+    prefix_cache_missed_tokens: dict[str, int] = {}
 
 
 class PrefixCacheReset(Struct, array_like=True, frozen=True):

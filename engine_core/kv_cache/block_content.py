@@ -38,6 +38,9 @@ class KeyedContent(NamedTuple):
 
 Content = bytes | KeyedContent
 
+# The kind of extra key that keeps tenants apart.
+SALT = "cache_salt"
+
 _NOWHERE = 1 << 62
 
 
@@ -87,6 +90,17 @@ def _with_spans(tokens: Content, overlapping: Iterable[ExtraKeySpan], start: int
             keys = spans.pop().keys + keys
         spans.append(KeySpan(span.kind, first, end, keys))
     return KeyedContent(tokens, tuple(spans)) if spans else tokens
+
+
+def salts_before(content: Content, end: int) -> list[KeySpan]:
+    """The salts that cover tokens before `end`, as they stand there."""
+    if isinstance(content, bytes):
+        return []
+    return [span._replace(end=min(span.end, end)) for span in content.spans if span.kind == SALT and span.start < end]
+
+
+def num_content_tokens(content: Content) -> int:
+    return len(content if isinstance(content, bytes) else content.tokens) // TOKEN_BYTES
 
 
 def num_common_tokens(one: Content, other: Content) -> int:

@@ -9,6 +9,7 @@ from engine_core.config import EvictionPolicy
 
 from .block import KVCacheBlock
 from .eviction import make_eviction_order
+from .lost_blocks import LostBlocks
 from .prefix_tree import PrefixTree
 from .retention import KeepTerms, KeptBlocks
 
@@ -29,6 +30,7 @@ class BlockPool:
     Attributes:
         tree: what is cached, and in which blocks.
         kept: what is kept from being evicted.
+        lost: what was cached until lately.
         num_freed: how often a block became free to be taken, since start.
     """
 
@@ -48,6 +50,7 @@ class BlockPool:
         self.num_freed = 0
         self.tree = PrefixTree(num_groups)
         self.kept = KeptBlocks(int(max_kept_share * num_blocks), int(max_kept_share_per_tenant * num_blocks), clock)
+        self.lost = LostBlocks(max(2 * num_blocks, 1 << 15))
 
     @property
     def num_blocks(self) -> int:
@@ -81,9 +84,14 @@ class BlockPool:
         """
         self._give_up_kept(count)
         blocks = self.free_queue.pop(count)
+        lost, loss = self.lost.begin(count, "evicted")
+        drop = self.tree.drop
         for block in blocks:
-            if block.node is not None:
-                self.tree.drop(block)
+            node = block.node
+            if node is not None:
+                drop(block)
+                if node.num_blocks == 0:
+                    lost[node.block_hash] = loss
             block.ref_cnt = 1
         return blocks
 
@@ -164,6 +172,8 @@ class BlockPool:
 
     def reset(self) -> None:
         """Let lookups find nothing that is cached now, kept or not. Blocks that are referenced stay so."""
+        lost, loss = self.lost.begin(self.tree.num_held, "reset")
+        lost.update(dict.fromkeys(self.tree.held_hashes(), loss))
         self.tree.clear()
         for block in self.blocks:
             block.node, block.is_filled = None, False

@@ -10,12 +10,14 @@ from functools import partial
 from engine_core.config import EvictionPolicy, FullPromptHit, PrefixMatchUnit, WindowRetention
 from engine_core.request import Request
 from engine_core.runner import SlotCopy
+from ipc.messages import MissReason
 
 from .block import KVCacheBlock
 from .block_content import num_common_tokens, partial_content
 from .block_pool import BlockPool
 from .block_table import BlockTable
 from .groups import first_visible_block, most_blocks
+from .miss_reason import why_missed
 from .prefix_hit import PrefixHit, Tail, find_hit
 from .prefix_tree import PrefixNode
 from .residency import BlockResidency, ObservedBlockPool
@@ -137,6 +139,16 @@ class KVCacheManager:
         find_tail = _find_no_tail if whole_blocks_only else partial(self._find_tail, request, path)
         return find_hit(path, num_tokens, self.windows, self.block_size, find_tail)
 
+    def why_missed(self, request: Request, hit: PrefixHit) -> MissReason:
+        """Why `hit`, just found and not yet allocated, is no longer; see `miss_reason`."""
+        return why_missed(self, request, hit)
+
+    def most_hit_tokens(self, request: Request) -> int:
+        """How long a hit can be, whatever is cached: some of the request has to be computed."""
+        if self.full_prompt_hit == "drop_last_block" and request.num_tokens % self.block_size == 0:
+            return request.num_tokens - self.block_size
+        return request.num_tokens - 1
+
     def _find_tail(self, request: Request, path: Sequence[PrefixNode], num_whole: int) -> Tail | None:
         """The longest beginning of the next block that can be copied.
 
@@ -151,7 +163,7 @@ class KVCacheManager:
         parent = path[num_whole - 1] if num_whole else tree.root
         content = partial_content(request.token_ids, request.extra_key_spans, start, end, size)
         node, num_slots = tree.longest_match(parent, content)
-        filling: tuple[BlockTable, int] | None = None
+        filling: Tail | None = None
         for table in self.tables.values():
             index, num_filled = divmod(table.request.num_computed_tokens, size)
             if num_filled <= num_slots or self._parent_of_tail(table, index) is not parent:
@@ -161,14 +173,11 @@ class KVCacheManager:
                 other.token_ids, other.extra_key_spans, index * size, index * size + num_filled, size
             )
             if (num_common := num_common_tokens(theirs, content)) > num_slots:
-                num_slots, filling = num_common, (table, index)
-        if filling is not None:
-            table, index = filling
-            return Tail(table.at(index), num_slots)
-        if node is None:
-            return None
+                num_slots, filling = num_common, Tail(table.at(index), num_common, theirs)
+        if filling is not None or node is None:
+            return filling
         blocks = [node.filled_block(group) for group in range(len(self.windows))]
-        return Tail([block for block in blocks if block is not None], num_slots)
+        return Tail([block for block in blocks if block is not None], num_slots, node.content)
 
     def _parent_of_tail(self, table: BlockTable, index: int) -> PrefixNode | None:
         """The node before block `index`, the first one that is computed in part; None if nobody may copy from that."""
@@ -193,7 +202,13 @@ class KVCacheManager:
                 return None
             unseen: list[KVCacheBlock | None] = [None] * first
             blocks.append(unseen + table.blocks[group][first:num_full])
-        tail = Tail(table.at(num_full), num_slots) if num_slots > 0 else None
+        tail = None
+        if num_slots > 0:
+            start = num_full * self.block_size
+            content = partial_content(
+                request.token_ids, request.extra_key_spans, start, start + num_slots, self.block_size
+            )
+            tail = Tail(table.at(num_full), num_slots, content)
         return PrefixHit(table.nodes[:num_full], blocks, num_hit_tokens, tail)
 
     def still_lacks_room(self, request: Request, num_spare_blocks: int = 0) -> bool:

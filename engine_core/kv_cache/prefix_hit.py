@@ -10,16 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .block import KVCacheBlock
+from .block_content import Content
 from .groups import first_visible_block
 from .prefix_tree import PrefixNode
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What follows the whole blocks: the first `num_slots` slots of `blocks`, one for each group, are to be copied."""
+    """What follows the whole blocks: the first `num_slots` slots of `blocks`, one for each group, are to be copied.
+
+    `content` is what steps that have run wrote there, which may go on differently than the request.
+    """
 
     blocks: Sequence[KVCacheBlock]
     num_slots: int
+    content: Content
 
 
 @dataclass(frozen=True, slots=True)

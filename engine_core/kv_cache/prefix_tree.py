@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from .block import KVCacheBlock
@@ -246,6 +246,31 @@ class PrefixTree:
             if num_tokens > best[1]:
                 best = node, num_tokens
         return best
+
+    def alike(self, parent: PrefixNode, content: Content) -> Iterator[tuple[PrefixNode, int]]:
+        """The children of `parent` to copy from, with how many tokens they share with `content`, the most first.
+
+        O(log children) to begin with, O(tokens) for each that is taken. Nothing must change meanwhile.
+        """
+        siblings = parent.sources
+        right = bisect_left(siblings, (sort_bytes(content),), key=_by_sort_key)
+        left = right - 1
+        num_left = num_right = -1
+        while left >= 0 or right < len(siblings):
+            if num_left < 0 and left >= 0:
+                num_left = num_common_tokens(siblings[left].content, content)
+            if num_right < 0 and right < len(siblings):
+                num_right = num_common_tokens(siblings[right].content, content)
+            if num_right >= num_left:
+                yield siblings[right], num_right
+                right, num_right = right + 1, -1
+            else:
+                yield siblings[left], num_left
+                left, num_left = left - 1, -1
+
+    def held_hashes(self) -> list[bytes]:
+        """Those that some block has; O(nodes)."""
+        return [block_hash for block_hash, node in self._nodes.items() if node.num_blocks > 0]
 
     def copies(self) -> dict[bytes, list[KVCacheBlock]]:
         """All blocks that a lookup can find by a hash, the oldest first, of all groups; O(nodes)."""

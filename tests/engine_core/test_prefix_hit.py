@@ -45,7 +45,7 @@ def hit_of(
 ) -> PrefixHit:
     def find_tail(num_whole: int) -> Tail | None:
         num_slots = min(tails.get(num_whole, 0), num_tokens - 1 - num_whole * B)
-        return Tail([KVCacheBlock(9)] * len(windows), num_slots) if num_slots > 0 else None
+        return Tail([KVCacheBlock(9)] * len(windows), num_slots, b"") if num_slots > 0 else None
 
     return find_hit([node(groups) for groups in held], num_tokens, windows, B, find_tail)
 
