@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -24,6 +25,7 @@ from prometheus_client.registry import Collector
 from frontend.engine_calls import EngineSnapshot
 from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError
+from ipc.messages import MissReason
 from ipc.stats import RESIDENCY_BOUNDS_S, STEP_TOKENS_BOUNDS, Durations, EngineStats
 
 from .families import PREFIX
@@ -50,6 +52,11 @@ _COUNTERS = {
     "encoder_cache_evictions": ("encoder_cache_evictions", "Encoded pictures that had to make room."),
     "encoder_calls": ("encoder_calls", "Pictures encoded, also again."),
 }
+_MISS_REASONS = tuple(reason for reason in get_args(MissReason) if reason != "none")
+_BY_MISS_REASON = {
+    "prefix_cache_misses": "Requests that the prefix cache had not whole, by why it had no more.",
+    "prefix_cache_missed_tokens": "Prompt tokens that were not found in the prefix cache, by why.",
+}
 # family → property of `EngineClient`
 _SENT = {
     "mm_inputs_sent": ("num_features_supplied", "Prepared pictures sent to the engine."),
@@ -70,6 +77,7 @@ class EngineTotals:
     def __init__(self) -> None:
         self.latest: EngineSnapshot | None = None
         self._earlier: Counter[str] = Counter()
+        self._earlier_by_reason: dict[str, Counter[str]] = {}
         self._earlier_step_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
         self._earlier_dropped_messages: Counter[str] = Counter()
         self._earlier_block_residency: dict[str, Durations] = {}
@@ -78,6 +86,7 @@ class EngineTotals:
         if self.latest is not None and self.latest.epoch != snapshot.epoch:
             for field, _ in _COUNTERS.values():
                 self._earlier[field] = self.counter(field)
+            self._earlier_by_reason = {field: self.by_reason(field) for field in _BY_MISS_REASON}
             self._earlier_step_tokens = self.step_tokens
             self._earlier_dropped_messages = self.dropped_messages
             self._earlier_block_residency = self.block_residency
@@ -86,6 +95,11 @@ class EngineTotals:
     def counter(self, field: str) -> int:
         now: int = 0 if self.latest is None else getattr(self.latest.stats, field)
         return self._earlier[field] + now
+
+    def by_reason(self, field: str) -> Counter[str]:
+        """Of a counter of misses."""
+        now: dict[str, int] = {} if self.latest is None else getattr(self.latest.stats, field)
+        return self._earlier_by_reason.get(field, Counter()) + Counter(now)
 
     @property
     def step_tokens(self) -> list[int]:
@@ -136,6 +150,8 @@ class EngineCollector(Collector):
             for engine, totals in zip(self._engines, self._totals, strict=True):
                 family.add_metric(self._labels(engine), totals.counter(field), created=self._created_s)
             yield family
+        for field, what in _BY_MISS_REASON.items():
+            yield self._by_miss_reason(field, what)
         for name, (field, what) in _SENT.items():
             yield self._of_client(name, what, field)
         yield self._of_client("engine_restarts", "How often a new engine was found.", "num_restarts")
@@ -174,6 +190,14 @@ class EngineCollector(Collector):
             kept.add_metric(labels, stats.num_kept_blocks if stats else 0)
             encoder.add_metric(labels, _encoder_cache_usage(stats) if stats else 0)
         yield from (up, running, waiting, by_reason, usage, kept, encoder)
+
+    def _by_miss_reason(self, field: str, what: str) -> Metric:
+        family = CounterMetricFamily(PREFIX + field, what, labels=("model_name", "engine", "reason"))
+        for engine, totals in zip(self._engines, self._totals, strict=True):
+            counts = totals.by_reason(field)
+            for reason in _MISS_REASONS:
+                family.add_metric(self._labels(engine, reason), counts[reason], created=self._created_s)
+        return family
 
     def _of_client(self, name: str, what: str, field: str) -> Metric:
         """A counter of what this frontend itself saw of each engine."""

@@ -35,10 +35,10 @@ class CountingEngine(ScriptedEngine):
 
     async def stats(self, timeout_s: float) -> EngineSnapshot:
         numbers: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 1)
-        step_tokens = [1] * (len(STEP_TOKENS_BOUNDS) + 1)
-        return EngineSnapshot(
-            1, EngineStats(**numbers | {"step_tokens": step_tokens, "block_residency": {}}), {"body": 1}
-        )
+        numbers["step_tokens"] = [1] * (len(STEP_TOKENS_BOUNDS) + 1)
+        for field in ("block_residency", "prefix_cache_misses", "prefix_cache_missed_tokens"):
+            numbers[field] = {}
+        return EngineSnapshot(1, EngineStats(**numbers), {"body": 1})
 
 
 @pytest.fixture
@@ -89,6 +89,10 @@ def test_what_a_person_watches_is_there(dashboard: dict[str, Any]) -> None:
     for name in (
         "prefix_cache_hits_total",
         "prefix_cache_queries_total",
+        "prefix_cache_missed_tokens_total",
+        "tenant_prompt_tokens_cached_total",
+        "kv_kept_blocks",
+        "kept_blocks_refused_total",
         "tokenizer_cache_hits_total",
         "time_to_first_token_seconds_bucket",
         "inter_token_latency_seconds_bucket",

@@ -32,6 +32,7 @@ GAUGES = {
     "num_requests_waiting_by_reason": ("engine", "model_name", "reason"),
     "kv_cache_usage_perc": ("engine", "model_name"),
     "engine_up": ("engine", "model_name"),
+    "kv_kept_blocks": ("engine", "model_name"),
 }
 COUNTERS = {
     "prefix_cache_queries": ("engine", "model_name"),
@@ -40,6 +41,12 @@ COUNTERS = {
     "prefix_cache_resumed_queries": ("engine", "model_name"),
     "prefix_cache_resumed_hits": ("engine", "model_name"),
     "prefix_cache_waits": ("engine", "model_name"),
+    "prefix_cache_misses": ("engine", "model_name", "reason"),
+    "prefix_cache_missed_tokens": ("engine", "model_name", "reason"),
+    "kept_blocks_refused": ("engine", "model_name"),
+    "kept_blocks_given_up": ("engine", "model_name"),
+    "tenant_prompt_tokens": ("model_name", "tenant"),
+    "tenant_prompt_tokens_cached": ("model_name", "tenant"),
     "num_preemptions": ("engine", "model_name"),
     "prompt_tokens": ("engine", "model_name"),
     "prompt_tokens_by_source": ("engine", "model_name", "source"),
@@ -328,7 +335,9 @@ def test_totals_of_an_engine_never_seen_are_zero() -> None:
 def snapshot(epoch: int, numbers: int, *, watches_blocks: bool = True) -> EngineSnapshot:
     fields: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, numbers)
     residency = {"lifetime": Durations([numbers, 1], numbers / 2)} if watches_blocks else {}
+    misses = {"diverged": numbers, "evicted": 1}
     fields |= {"step_tokens": [numbers, 2], "block_residency": residency}
+    fields |= {"prefix_cache_misses": misses, "prefix_cache_missed_tokens": misses}
     return EngineSnapshot(epoch, EngineStats(**fields), {"body": numbers})
 
 
@@ -340,6 +349,7 @@ def test_totals_add_up_over_an_engines_lives() -> None:
     assert totals.step_tokens[:3] == [5 + 1 + 4, 2 + 2 + 2, 0]
     assert totals.block_residency == {"lifetime": Durations([5 + 4, 1 + 1], 2.5 + 2)}
     assert totals.dropped_messages == {"body": 5 + 1 + 4}
+    assert totals.by_reason("prefix_cache_misses") == {"diverged": 5 + 1 + 4, "evicted": 1 + 1 + 1}
 
 
 async def test_blocks_that_are_watched_have_families_of_their_own() -> None:
