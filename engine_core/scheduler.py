@@ -434,7 +434,7 @@ class Scheduler:
             if is_first or finish_reason is not None:
                 output.timing = request.timing(now_s)
             if is_first and request.miss_reason is not None:
-                output.cache = CacheReport(request.miss_reason)
+                output.cache = CacheReport(request.miss_reason, request.num_kept_tokens)
             outputs.append(output)
             if finish_reason is not None:
                 self._finish(request)
