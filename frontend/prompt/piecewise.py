@@ -136,21 +136,21 @@ class PiecewiseTokenizer:
         """`looked_at`: the pieces of which it matters where their tokens end."""
         # encode() keeps the interpreter lock for its whole run (0.9 s for 1 MB); this one releases it.
         encode, encode_with_ends = self._tokenizer.encode_batch_fast, self._tokenizer.encode_batch
+        prefix, suffix = (self._cuts.prefix, self._cuts.suffix) if self._cuts and add_special_tokens else ((), ())
         if self._cuts is None or (len(text.pieces) == 1 and not looked_at):
             encode = encode_with_ends if looked_at else encode
             (encoding,) = encode(text.pieces, add_special_tokens=add_special_tokens)
             check_number(len(encoding))
             self._count(len(encoding), 0)
             ends = {0: _ends(encoding)} if looked_at else {}
-            return _Tokenized(encoding.ids, [0, len(encoding)], ends)
+            return _Tokenized(encoding.ids, [len(prefix), len(encoding) - len(suffix)], ends)
         ends = {piece: known for piece in looked_at if (known := self._known_ends(text, piece)) is not None}
-        with_ends = [piece for piece in looked_at if piece not in ends]
-        without = [piece for piece, ids in enumerate(text.known) if ids is None and piece not in looked_at]
+        with_ends = sorted(looked_at - ends.keys())
+        without = [piece for piece, ids in enumerate(text.known) if ids is None and piece not in with_ends]
         encodings: dict[int, Encoding] = {}
         for pieces, encode_them in ((with_ends, encode_with_ends), (without, encode)):
             texts = [text.pieces[piece] for piece in pieces]
             encodings |= zip(pieces, encode_them(texts, add_special_tokens=False))
-        prefix, suffix = (self._cuts.prefix, self._cuts.suffix) if add_special_tokens else ((), ())
         numbers = [len(encodings[i]) if known is None else len(known) for i, known in enumerate(text.known)]
         begins = list(accumulate(numbers, initial=len(prefix)))
         check_number(begins[-1] + len(suffix))

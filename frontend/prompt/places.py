@@ -34,7 +34,8 @@ class ToolPlace:
 
 Place = MessagePlace | ToolPlace
 
-_NAME = re.compile(r"messages\[(?P<message>\d{1,9})\](?:\.content\[(?P<part>\d{1,9})\])?|tools\[(?P<tool>\d{1,9})\]")
+_NUMBER = r"\[([0-9]{1,9})\]"
+_NAME = re.compile(rf"messages{_NUMBER}(?:\.content{_NUMBER})?|tools{_NUMBER}")
 
 
 class TokenRange(NamedTuple):
@@ -83,9 +84,11 @@ def place_named(name: str, field: str) -> Place:
             " 'messages[1].content[0]' or 'tools[0]'",
             field,
         )
-    if found["tool"] is not None:
-        return ToolPlace(int(found["tool"]))
-    return MessagePlace(int(found["message"]), None if found["part"] is None else int(found["part"]))
+    message, part, tool = (None if number is None else int(number) for number in found.groups())
+    if message is not None:
+        return MessagePlace(message, part)
+    assert tool is not None
+    return ToolPlace(tool)
 
 
 def check_place(place: Place, chat: Chat, field: str) -> None:
@@ -97,8 +100,10 @@ def check_place(place: Place, chat: Chat, field: str) -> None:
             content = chat.messages[message].content
             what, number, where = f"parts in messages[{message}]", len(parts_of(chat.messages[message])), part
             if isinstance(content, str):
-                what += " (a string is one part)"
+                what += " (a string is one)"
         case MessagePlace(message):
             what, number, where = "messages", len(chat.messages), message
     if where >= number:
-        raise PromptError(f"{field} names {place}, but there are {number} {what}; they are counted from 0", field)
+        raise PromptError(
+            f"{field} names {place}, but the number of {what} is {number}; they are counted from 0", field
+        )

@@ -35,7 +35,9 @@ MERGING = """
 {%- set system = messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' else '' %}
 {%- set others = messages[1:] if system else messages %}
 {%- for message in others %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
     {{- '[' + message['role'] + '] ' + ((system if loop.first else '') + message['content']) | trim + ' [end]\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"""
@@ -246,10 +248,10 @@ def test_places_are_found(
         ("merging", "messages[0].content[0]", "<s>"),
         ("merging", "messages[1].content[0]", "<s>[user] Be brief.\n\n"),
         # Another turn behind it would move the tools.
-        ("tools_late", "messages[1].content[0]", "[system]Be brief. / ["),
-        ("tools_late", "tools[0]", "[system]Be brief. / ["),
+        ("tools_late", "messages[1].content[0]", "[system]Be brief.["),
+        ("tools_late", "tools[0]", "[system]Be brief.["),
         # The number of tools depends on the last of them.
-        ("tools_late", "tools[1]", "[system]Be brief. / ["),
+        ("tools_late", "tools[1]", "[system]Be brief.["),
         ("tools", "tools[1]", '<|im_start|>system\nBe brief.\nTools:\n{"type": "function", "function": {"name": "f"}}'),
         ("summary_first", "messages[1]", ""),
         ("hoisted", "messages[1].content[1]", "[system]Be brief.[user]"),
