@@ -22,6 +22,7 @@ from frontend.openai.responses import (
     Tokenized,
 )
 
+from .cache_header import CACHE_HEADER
 from .cache_routes import ResetAnswer, ResetRequest
 from .health import Health, Version
 from .version import foreword_version
@@ -154,6 +155,13 @@ def _completion(
     operation["description"] += (
         f" With `stream`, the answer is a series of server-sent events, one `{chunk}` each, then `[DONE]`."
     )
+    operation["responses"]["200"]["headers"] = {
+        CACHE_HEADER: {
+            "description": "What the prefix cache did for the answer.",
+            "schema": {"type": "string"},
+            "example": "hit; tokens=1024; prompt=2048; reason=diverged",
+        }
+    }
     operation["responses"]["200"]["content"]["text/event-stream"] = {
         "schema": _ref(chunk),
         "example": "data: {…}\n\ndata: {…}\n\ndata: [DONE]\n\n",
