@@ -81,14 +81,22 @@ class ApiKeyGuard:
 
     def _caller(self, scope: Scope) -> str | None:
         """None: it sends none of the keys."""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return None
-        digest = _digest(key.strip())
+        digests = [_digest(key) for key in _given_keys(scope)]
         # All of them, so that time tells neither how much of a key was right nor which one.
-        callers = [caller for known, caller in self._callers if hmac.compare_digest(digest, known)]
+        callers = [
+            caller for digest in digests for known, caller in self._callers if hmac.compare_digest(digest, known)
+        ]
         return callers[0] if callers else None
+
+
+def _given_keys(scope: Scope) -> list[bytes]:
+    """What a request brings as a key: `Authorization: Bearer KEY`, `x-api-key: KEY`, or both; the first of each."""
+    headers = dict(reversed(list(scope["headers"])))
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    keys = [bearer.strip()] if scheme.lower() == b"bearer" else []
+    if b"x-api-key" in headers:
+        keys.append(headers[b"x-api-key"].strip())
+    return keys
 
 
 def _digest(key: bytes) -> bytes:
@@ -99,7 +107,7 @@ def unauthorized() -> ApiError:
     """401: no key, or a wrong one."""
     return ApiError(
         401,
-        "an API key is needed: send the header 'Authorization: Bearer KEY' with a right KEY",
+        "an API key is needed: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY', with a right KEY",
         kind="invalid_request_error",
         code="invalid_api_key",
     )

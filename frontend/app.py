@@ -11,8 +11,9 @@ from litestar.exceptions import HTTPException
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from frontend.anthropic.routes import anthropic_routes, error_answer, is_anthropic
 from frontend.openai.responses import encode_error
-from frontend.openai.routes import error_response, openai_routes
+from frontend.openai.routes import openai_routes
 
 from .api_key import ApiKeyGuard, unauthorized
 from .cache_routes import cache_routes
@@ -32,12 +33,14 @@ def create_app(
 ) -> ASGIApp:
     """The application that answers from `serving`. It neither starts nor closes what `serving` holds.
 
-    Every answer that is not the one asked for, an unknown path included, has the OpenAI API's error body. With
-    `api_keys`, whoever has none of them is answered 401, but under `api_key.OPEN_PATHS`.
+    Every answer that is not the one asked for, an unknown path included, has the OpenAI API's error body, below
+    `/v1/messages` the Anthropic API's. With `api_keys`, whoever has none of them is answered 401, but under
+    `api_key.OPEN_PATHS`.
     """
     app = Litestar(
         route_handlers=[
             *openai_routes(serving),
+            *anthropic_routes(serving),
             *health_routes(serving.client),
             *metrics_routes(serving.metrics),
             *cache_routes(serving.client.engines),
@@ -60,17 +63,24 @@ def create_app(
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     if all(name != b"expect" for name, _ in scope["headers"]):
         await discard_body(receive)
-    answer = ASGIResponse(
-        body=encode_error(unauthorized()),
-        status_code=HTTPStatus.UNAUTHORIZED,
-        media_type=MediaType.JSON,
-        headers={"www-authenticate": "Bearer"},
-    )
+    error = unauthorized()
+    body, headers = _in_its_shape(scope, error)
+    headers["www-authenticate"] = "Bearer"
+    answer = ASGIResponse(body=body, status_code=error.status, media_type=MediaType.JSON, headers=headers)
     await answer(scope, receive, send)
 
 
-def _api_error(_: Request, error: ApiError) -> Response[bytes]:
-    return error_response(error)
+def _in_its_shape(scope: Scope, error: ApiError) -> tuple[bytes, dict[str, str]]:
+    """Body and headers of the answer that tells about `error`, as the API has them that was asked."""
+    body, headers = error_answer(scope, error) if is_anthropic(scope["path"]) else (encode_error(error), {})
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    return body, headers
+
+
+def _api_error(request: Request, error: ApiError) -> Response[bytes]:
+    body, headers = _in_its_shape(request.scope, error)
+    return Response(body, status_code=error.status, headers=headers, media_type=MediaType.JSON)
 
 
 def _nobody_left(_: Request, __: ClientDisconnectedError) -> Response[bytes]:
@@ -89,11 +99,11 @@ def _http_error(request: Request, error: HTTPException) -> Response[bytes]:
     }
     kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     code = status.phrase.lower().replace(" ", "_")
-    response = error_response(ApiError(status, messages.get(status, error.detail), kind=kind, code=code))
+    response = _api_error(request, ApiError(status, messages.get(status, error.detail), kind=kind, code=code))
     response.headers.update(error.headers or {})
     return response
 
 
 def _unexpected_error(request: Request, error: Exception) -> Response[bytes]:
     logger.error("request_failed path=%s", request.url.path, exc_info=error)
-    return error_response(internal_error("the server failed; its log says why"))
+    return _api_error(request, internal_error("the server failed; its log says why"))

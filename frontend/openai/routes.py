@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from litestar import MediaType, Request, Response, get, post
+from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
 from frontend.api_key import caller_of
 from frontend.cache_header import cache_headers
-from frontend.errors import ApiError
 from frontend.prepared import PreparedRequest, TokenCounts
 from frontend.request_body import read_body
 from frontend.request_decode import decode_body
@@ -114,9 +113,3 @@ def _card(serving: Serving, name: str) -> ModelCard:
 
 def _json(value: msgspec.Struct) -> ASGIResponse:
     return ASGIResponse(body=msgspec.json.encode(value))
-
-
-def error_response(error: ApiError) -> Response[bytes]:
-    """`error` as the OpenAI API tells it."""
-    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    return Response(encode_error(error), status_code=error.status, headers=headers, media_type=MediaType.JSON)

@@ -1,0 +1,1 @@
+"""The Anthropic API: `/v1/messages`, `/v1/messages/count_tokens`."""

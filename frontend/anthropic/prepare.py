@@ -1,0 +1,95 @@
+"""Anthropic request → what the engine is asked: everything that can be wrong with a request is found here."""
+
+from __future__ import annotations
+
+from frontend.choice import callable_tools
+from frontend.errors import invalid_request
+from frontend.output_limits import check_max_tokens, check_stop_strings
+from frontend.prepared import PreparedRequest
+from frontend.prompt.breakpoints import check_kept, with_kept
+from frontend.prompt.cache_options import CacheOptions
+from frontend.prompt.cache_salt import cache_salt_spans
+from frontend.prompt.prompt import Prompt
+from frontend.refusals import prompt_errors
+from frontend.serving import Serving
+from ipc.messages import SamplingParams
+
+from .chat_prompt import AskedChat, asked_chat
+from .protocol import CountTokensRequest, MessagesRequest, PromptFields, ToolChoiceAuto, ToolChoiceNone
+from .unsupported import refuse_unsupported
+
+
+def check_prompt_fields(serving: Serving, request: PromptFields) -> AskedChat:
+    """What the prompt is to be made of. Raises ApiError."""
+    serving.model.check(request.model)
+    refuse_unsupported(request)
+    return asked_chat(request, takes_pictures=serving.prompts.pictures is not None)
+
+
+async def prepare_message(serving: Serving, request: MessagesRequest, asked: AskedChat) -> PreparedRequest:
+    """Validate `request` and make its prompt. Raises ApiError, and what `client_errors` makes ApiErrors of."""
+    capabilities = serving.capabilities()
+    check_max_tokens(request.max_tokens, "max_tokens", capabilities, least=0)
+    stops = check_stop_strings(request.stop_sequences or (), "stop_sequences")
+    options = request.cache or CacheOptions()
+    check_kept(options, asked.breakpoints)
+    spans = cache_salt_spans(request.cache_salt)
+    prompt = await _prompt(serving, request, asked, max_model_len=capabilities.max_model_len)
+    if not prompt.token_ids:
+        raise invalid_request("the messages make a prompt of 0 tokens", "messages")
+    return PreparedRequest(
+        model_name=serving.model.check(request.model),
+        prompts=(with_kept(prompt, options, asked.breakpoints),),
+        sampling_params=SamplingParams(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_k=request.top_k or 0,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            max_tokens=max(request.max_tokens, 1),
+        ),
+        stop_strings=stops,
+        include_stop=False,
+        logprobs=None,
+        prompt_logprobs=None,
+        extra_key_spans=spans,
+        priority=0,
+        include_usage=True,
+        continuous_usage=False,
+        scores_only=request.max_tokens == 0,
+        tools=callable_tools(
+            serving.prompts.tokenizer.chat_template, _callable_names(request), in_parallel=_calls_in_parallel(request)
+        ),
+        read_prefix_cache=options.read is not False,
+        write_prefix_cache=options.write is not False,
+        tenant=request.cache_salt or "",
+    )
+
+
+async def count_tokens(serving: Serving, request: CountTokensRequest) -> int:
+    """How many tokens the prompt has, even if too many. Asks no engine. Raises ApiError."""
+    asked = check_prompt_fields(serving, request)
+    capabilities = serving.client.capabilities
+    with prompt_errors(serving, asked.names):
+        check_kept(None, asked.breakpoints)
+        cache_salt_spans(request.cache_salt)  # a message with it would be refused, too
+        prompt = await serving.prompts.chat(
+            asked.chat,
+            max_model_len=None if capabilities is None else capabilities.max_model_len,
+            tenant=request.cache_salt or "",
+            check_length=False,
+        )
+    return len(prompt.token_ids)
+
+
+async def _prompt(serving: Serving, request: MessagesRequest, asked: AskedChat, *, max_model_len: int) -> Prompt:
+    return await serving.prompts.chat(asked.chat, max_model_len=max_model_len, tenant=request.cache_salt or "")
+
+
+def _callable_names(request: PromptFields) -> list[str]:
+    if isinstance(request.tool_choice, ToolChoiceNone):
+        return []
+    return [tool.name for tool in request.tools or ()]
+
+
+def _calls_in_parallel(request: PromptFields) -> bool:
+    choice = request.tool_choice
+    return not (isinstance(choice, ToolChoiceAuto) and choice.disable_parallel_tool_use)
