@@ -97,12 +97,12 @@ def _message(prepared: PreparedRequest, counts: TokenCounts, answer_id: str) -> 
 
 
 def _blocks(parts: list[Part]) -> list[AnsweredBlock]:
-    """Of all parts of an answer: texts that follow each other are one block."""
+    """Of all parts of an answer: texts that follow each other are one block, without the space behind a call."""
     blocks: list[AnsweredBlock] = []
     texts: list[str] = []
     for part in parts:
         if part.text:
-            texts.append(part.text)
+            texts.append(part.text.lstrip() if blocks and not texts else part.text)
         if texts and (part.call is not None or part.finish_reason is not None):
             blocks.append(AnsweredText("".join(texts)))
             texts = []
@@ -122,10 +122,12 @@ class _BlockEvents:
         """What `part` adds. Each part is to be shown once, in their order."""
         events: list[StreamedEvent] = []
         if part.text:
+            text = part.text
             if not self.is_in_text:
                 events.append(ContentBlockStart(self.index, AnsweredText("")))
                 self.is_in_text = True
-            events.append(ContentBlockDelta(self.index, TextDelta(part.text)))
+                text = text.lstrip() if self.index else text
+            events.append(ContentBlockDelta(self.index, TextDelta(text)))
         if self.is_in_text and (part.call is not None or part.finish_reason is not None):
             events.append(self._end())
             self.is_in_text = False
