@@ -16,8 +16,7 @@ from frontend.refusals import client_errors
 from frontend.serving import Serving
 from frontend.tool_calls import WrittenCall
 
-from .prepare import check_prompt_fields, prepare_message
-from .protocol import MessagesRequest
+from .prepare import AskedMessage
 from .responses import (
     EMPTY_OBJECT,
     AnsweredBlock,
@@ -41,34 +40,35 @@ from .responses import (
 from .usage import usage_of
 
 
-async def answer_message(serving: Serving, request: MessagesRequest, answer_id: str) -> bytes:
-    """The whole answer, as JSON. Raises ApiError."""
-    asked = check_prompt_fields(serving, request)
+async def answer_message(serving: Serving, asked: AskedMessage, counts: TokenCounts, answer_id: str) -> bytes:
+    """The whole answer, as JSON, counted in `counts`. Raises ApiError."""
+    prepared = asked.prepared
+    reader = ChoiceReader(prepared.tools)
+    parts: list[Part] = []
     with client_errors(serving, asked.names):
-        prepared = await prepare_message(serving, request, asked)
-        counts = TokenCounts(prepared)
-        reader = ChoiceReader(prepared.tools)
-        parts: list[Part] = []
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)
                 parts += reader.read(delta)
     answer = _message(prepared, counts, answer_id)
     answer.content = _blocks(parts)
-    stop = _stop(parts[-1], request, counts)
+    stop = _stop(parts[-1], asked.max_tokens, counts)
     answer.stop_reason, answer.stop_sequence = stop.stop_reason, stop.stop_sequence
     return msgspec.json.encode(answer)
 
 
-async def stream_message(serving: Serving, request: MessagesRequest, answer_id: str) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events. The first comes with the first token. Raises ApiError."""
-    asked = check_prompt_fields(serving, request)
+async def stream_message(
+    serving: Serving, asked: AskedMessage, counts: TokenCounts, answer_id: str
+) -> AsyncGenerator[bytes]:
+    """The answer as server-sent events. The first comes with the first token.
+
+    What was sent so far is counted in `counts`. Raises ApiError.
+    """
+    prepared = asked.prepared
+    reader = ChoiceReader(prepared.tools)
+    blocks = _BlockEvents()
+    has_begun = False
     with client_errors(serving, asked.names):
-        prepared = await prepare_message(serving, request, asked)
-        counts = TokenCounts(prepared)
-        reader = ChoiceReader(prepared.tools)
-        blocks = _BlockEvents()
-        has_begun = False
         async with aclosing(run(serving, prepared, answer_id)) as deltas:
             async for index, delta in deltas:
                 counts.add(index, delta)
@@ -86,7 +86,7 @@ async def stream_message(serving: Serving, request: MessagesRequest, answer_id: 
                             usage.cache_read_input_tokens,
                             usage.output_tokens,
                         )
-                        events += [MessageDelta(_stop(part, request, counts), total), MessageStop()]
+                        events += [MessageDelta(_stop(part, asked.max_tokens, counts), total), MessageStop()]
                 if events:
                     yield b"".join(map(encode_event, events))
 
@@ -148,13 +148,13 @@ def _tool_use(call: WrittenCall, arguments: Raw) -> AnsweredToolUse:
     return AnsweredToolUse(f"toolu_{uuid.uuid4().hex}", call.name, arguments)
 
 
-def _stop(last: Part, request: MessagesRequest, counts: TokenCounts) -> StopDelta:
+def _stop(last: Part, max_tokens: int, counts: TokenCounts) -> StopDelta:
     """Of an answer whose last part is `last`."""
     reason: StopReason
     if last.finish_reason == "tool_calls":
         reason = "tool_use"
     elif last.finish_reason == "length":
-        has_room = counts.completion_tokens < request.max_tokens
+        has_room = counts.completion_tokens < max_tokens
         reason = "model_context_window_exceeded" if has_room else "max_tokens"
     elif isinstance(last.stop_reason, str):
         return StopDelta("stop_sequence", last.stop_reason)

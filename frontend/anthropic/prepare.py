@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from frontend.choice import callable_tools
 from frontend.errors import invalid_request
+from frontend.isolation import isolate
 from frontend.output_limits import check_max_tokens, check_stop_strings
 from frontend.prepared import PreparedRequest
 from frontend.prompt.breakpoints import check_kept, with_kept
 from frontend.prompt.cache_options import CacheOptions
-from frontend.prompt.cache_salt import cache_salt_spans
-from frontend.prompt.prompt import Prompt
-from frontend.refusals import prompt_errors
+from frontend.refusals import FieldNames, client_errors, prompt_errors
 from frontend.serving import Serving
 from ipc.messages import SamplingParams
 
@@ -19,22 +20,39 @@ from .protocol import CountTokensRequest, MessagesRequest, PromptFields, ToolCho
 from .unsupported import refuse_unsupported
 
 
-def check_prompt_fields(serving: Serving, request: PromptFields) -> AskedChat:
-    """What the prompt is to be made of. Raises ApiError."""
+@dataclass(frozen=True, slots=True)
+class AskedMessage:
+    """A request that is right, as far as can be known without the engine. `names` are those of its fields."""
+
+    prepared: PreparedRequest
+    max_tokens: int
+    names: FieldNames
+
+
+def _asked_chat(serving: Serving, request: PromptFields) -> AskedChat:
     serving.model.check(request.model)
     refuse_unsupported(request)
     return asked_chat(request, takes_pictures=serving.prompts.pictures is not None)
 
 
-async def prepare_message(serving: Serving, request: MessagesRequest, asked: AskedChat) -> PreparedRequest:
-    """Validate `request` and make its prompt. Raises ApiError, and what `client_errors` makes ApiErrors of."""
+async def prepare_message(serving: Serving, request: MessagesRequest, caller: str) -> AskedMessage:
+    """Validate `request` of `caller` (see `api_key.caller_of`) and make its prompt. Raises ApiError."""
+    asked = _asked_chat(serving, request)
+    with client_errors(serving, asked.names):
+        prepared = await _prepare(serving, request, asked, caller)
+    return AskedMessage(prepared, request.max_tokens, asked.names)
+
+
+async def _prepare(serving: Serving, request: MessagesRequest, asked: AskedChat, caller: str) -> PreparedRequest:
     capabilities = serving.capabilities()
     check_max_tokens(request.max_tokens, "max_tokens", capabilities, least=0)
     stops = check_stop_strings(request.stop_sequences or (), "stop_sequences")
     options = request.cache or CacheOptions()
     check_kept(options, asked.breakpoints)
-    spans = cache_salt_spans(request.cache_salt)
-    prompt = await _prompt(serving, request, asked, max_model_len=capabilities.max_model_len)
+    isolation = isolate(serving.isolation, caller, request.cache_salt)
+    prompt = await serving.prompts.chat(
+        asked.chat, max_model_len=capabilities.max_model_len, tenant=isolation.memory_tenant
+    )
     if not prompt.token_ids:
         raise invalid_request("the messages make a prompt of 0 tokens", "messages")
     return PreparedRequest(
@@ -50,7 +68,7 @@ async def prepare_message(serving: Serving, request: MessagesRequest, asked: Ask
         include_stop=False,
         logprobs=None,
         prompt_logprobs=None,
-        extra_key_spans=spans,
+        extra_key_spans=isolation.extra_key_spans,
         priority=0,
         include_usage=True,
         continuous_usage=False,
@@ -60,28 +78,23 @@ async def prepare_message(serving: Serving, request: MessagesRequest, asked: Ask
         ),
         read_prefix_cache=options.read is not False,
         write_prefix_cache=options.write is not False,
-        tenant=request.cache_salt or "",
+        tenant=isolation.tenant,
     )
 
 
-async def count_tokens(serving: Serving, request: CountTokensRequest) -> int:
+async def count_tokens(serving: Serving, request: CountTokensRequest, caller: str) -> int:
     """How many tokens the prompt has, even if too many. Asks no engine. Raises ApiError."""
-    asked = check_prompt_fields(serving, request)
+    asked = _asked_chat(serving, request)
     capabilities = serving.client.capabilities
     with prompt_errors(serving, asked.names):
         check_kept(None, asked.breakpoints)
-        cache_salt_spans(request.cache_salt)  # a message with it would be refused, too
         prompt = await serving.prompts.chat(
             asked.chat,
             max_model_len=None if capabilities is None else capabilities.max_model_len,
-            tenant=request.cache_salt or "",
+            tenant=isolate(serving.isolation, caller, request.cache_salt).memory_tenant,
             check_length=False,
         )
     return len(prompt.token_ids)
-
-
-async def _prompt(serving: Serving, request: MessagesRequest, asked: AskedChat, *, max_model_len: int) -> Prompt:
-    return await serving.prompts.chat(asked.chat, max_model_len=max_model_len, tenant=request.cache_salt or "")
 
 
 def _callable_names(request: PromptFields) -> list[str]:

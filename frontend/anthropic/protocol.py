@@ -191,6 +191,9 @@ class MessagesRequest(PromptFields, forbid_unknown_fields=True, kw_only=True):
     inference_geo: Annotated[str | None, Ignored] = None
     container: Annotated[Any, NotYet] = None
     diagnostics: Annotated[Any, NotYet] = None
+    thread: Annotated[
+        Any, Meta(description="Refused with a code by which SDKs know to send the whole conversation each time.")
+    ] = None
 
 
 class CountTokensRequest(PromptFields, forbid_unknown_fields=True, kw_only=True):

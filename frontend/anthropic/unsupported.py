@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontend.errors import not_supported
+from frontend.errors import invalid_request, not_supported
 
 from .protocol import MessagesRequest, PromptFields, ToolChoiceAny, ToolChoiceTool
 
@@ -28,6 +28,12 @@ _NEUTRAL_IN_TOOLS: dict[str, tuple[Any, ...]] = {
 def refuse_unsupported(request: PromptFields) -> None:
     """Raises ApiError (400) naming the first field whose value asks for something that is not done yet."""
     _refuse(request, _NEUTRAL_IN_ANSWERS if isinstance(request, MessagesRequest) else _NEUTRAL, "")
+    if isinstance(request, MessagesRequest) and request.thread is not None:
+        raise invalid_request(
+            "thread: this server keeps no conversations; send all messages each time",
+            "thread",
+            "thread_unsupported_request",
+        )
     if isinstance(request.tool_choice, ToolChoiceAny | ToolChoiceTool):
         kind = request.tool_choice.__struct_config__.tag
         raise not_supported("tool_choice", f"tool_choice of type '{kind}'")
