@@ -1,7 +1,8 @@
 """Messages, system prompt and tools of the Anthropic API → a chat for the model's template, and what of it to keep.
 
 Each result of a tool becomes a message of its own, and turns of one role that follow each other become one, so the
-messages of the chat are not those of the request: `names` knows which came from where.
+messages of the chat are not those of the request. What the chat says of its fields is in its own names; `field_names`
+knows what the request calls them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def asked_chat(request: PromptFields, *, takes_pictures: bool) -> AskedChat:
     chat = Chat(messages, tools, add_generation_prompt=not goes_on, continue_final_message=goes_on)
     names = FieldNames(
         prompt="messages",
-        pictures=lambda: [picture.field for picture in chat.pictures],
+        pictures=lambda: [request_name(picture.field, writer.names) for picture in chat.pictures],
         of_chat=lambda field: request_name(field, writer.names),
     )
     return AskedChat(chat, writer.breakpoints, names)
@@ -97,7 +98,7 @@ class _ChatWriter:
         self._calls: list[ToolCall] = []
 
     def tool(self, tool: ToolDefinition, i: int) -> Tool:
-        schema = JsonText(bytes(tool.input_schema), f"tools[{i}].input_schema")
+        schema = JsonText(bytes(tool.input_schema), f"tools[{i}].function.parameters")
         self._keep(ToolPlace(i), tool.cache_control, f"tools[{i}]")
         return Tool(tool.name, tool.description, schema)
 
@@ -153,7 +154,7 @@ class _ChatWriter:
             if isinstance(block, TextBlock):
                 self._add_part(block.text, field, block.cache_control)
             elif isinstance(block, ImageBlock):
-                self._add_part(self._picture(block, field), field, block.cache_control)
+                self._add_picture(block, field)
             elif isinstance(block, ToolUseBlock):
                 self._call(block, field)
 
@@ -163,7 +164,8 @@ class _ChatWriter:
         self._keep(MessagePlace(len(self._messages), len(self._parts) - 1), control, field)
 
     def _call(self, block: ToolUseBlock, field: str) -> None:
-        self._calls.append(ToolCall(block.id, block.name, JsonText(bytes(block.input), f"{field}.input")))
+        name = f"messages[{len(self._messages)}].tool_calls[{len(self._calls)}].function.arguments"
+        self._calls.append(ToolCall(block.id, block.name, JsonText(bytes(block.input), name)))
         self.names[-1].calls.append(field)
         self._keep(MessagePlace(len(self._messages)), block.cache_control, field)
 
@@ -181,20 +183,20 @@ class _ChatWriter:
                 if isinstance(part, TextBlock):
                     self._add_part(part.text, inner, part.cache_control)
                 elif isinstance(part, ImageBlock):
-                    self._add_part(self._picture(part, inner), inner, part.cache_control)
+                    self._add_picture(part, inner)
                 else:
                     raise _not_here(part, "tool_result", inner)
         self._keep(MessagePlace(len(self._messages)), block.cache_control, field)
         self._messages.append(ChatMessage("tool", _simplest(self._parts), tool_call_id=block.tool_use_id))
         self._role, self._parts = "", []
 
-    def _picture(self, block: ImageBlock, field: str) -> ChatPicture:
+    def _add_picture(self, block: ImageBlock, field: str) -> None:
         if not self._takes_pictures:
             raise _unsupported(block, field)
         source = block.source
-        if isinstance(source, UrlSource):
-            return ChatPicture(source.url, field)
-        return ChatPicture(f"data:{source.media_type};base64,{source.data}", field)
+        url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+        name = f"messages[{len(self._messages)}].content[{len(self._parts)}]"
+        self._add_part(ChatPicture(url, name), field, block.cache_control)
 
     def _keep(self, place: Place, control: CacheControl | None, field: str) -> None:
         self._last_place = place

@@ -27,7 +27,7 @@ def request_name(chat_field: str, messages: Sequence[MessageNames]) -> str:
     if chat_field == "continue_final_message":
         return messages[-1].message
     if tool := _OF_TOOL.fullmatch(chat_field):
-        return tool["tool"] + tool["rest"]
+        return tool["tool"] + tool["rest"].replace(".parameters", ".input_schema")
     found = _OF_MESSAGE.fullmatch(chat_field)
     if found is None or int(found["message"]) >= len(messages):
         return chat_field
@@ -35,9 +35,9 @@ def request_name(chat_field: str, messages: Sequence[MessageNames]) -> str:
     if found["list"] == "content":
         return names.parts[int(found["index"])] + rest
     if found["list"] == "tool_calls":
-        return names.calls[int(found["index"])] + rest.replace(".function.", ".")
+        return names.calls[int(found["index"])] + rest.replace(".function.", ".").replace(".arguments", ".input")
     by_rest = {
-        ".content": names.content,
+        ".content": names.parts[0] if len(names.parts) == 1 else names.content,
         ".role": names.message,
         ".tool_calls": names.calls[0] if names.calls else names.message,
         ".tool_call_id": f"{names.message}.tool_use_id",
