@@ -10,6 +10,18 @@ from typing import Any
 
 import msgspec
 
+from frontend.anthropic.protocol import CountTokensRequest, MessagesRequest
+from frontend.anthropic.responses import (
+    AnsweredMessage,
+    AnthropicErrorBody,
+    ContentBlockDelta,
+    ContentBlockStart,
+    ContentBlockStop,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    TokenCount,
+)
 from frontend.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from frontend.openai.responses import (
     ChatCompletion,
@@ -35,6 +47,12 @@ _CHAT_EXAMPLE = {
     "max_tokens": 64,
 }
 _COMPLETION_EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
+_MESSAGE_EXAMPLE = {
+    "max_tokens": 64,
+    "system": [{"type": "text", "text": "You are a helpful assistant.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+}
+_MESSAGE_EVENTS = [MessageStart, ContentBlockStart, ContentBlockDelta, ContentBlockStop, MessageDelta, MessageStop]
 
 
 def openapi_document() -> dict[str, Any]:
@@ -49,6 +67,12 @@ def openapi_document() -> dict[str, Any]:
         Tokenized,
         DetokenizeRequest,
         Detokenized,
+        MessagesRequest,
+        AnsweredMessage,
+        *_MESSAGE_EVENTS,
+        CountTokensRequest,
+        TokenCount,
+        AnthropicErrorBody,
         ModelList,
         ModelCard,
         Health,
@@ -63,8 +87,9 @@ def openapi_document() -> dict[str, Any]:
         "info": {
             "title": "Foreword",
             "version": foreword_version(),
-            "description": "The OpenAI API, with automatic prefix caching: `usage.prompt_tokens_details.cached_tokens`"
-            " says how many tokens of the prompt did not have to be computed again.",
+            "description": "The OpenAI and the Anthropic API, with automatic prefix caching:"
+            " `usage.prompt_tokens_details.cached_tokens`, or `usage.cache_read_input_tokens`, says how many tokens of"
+            " the prompt did not have to be computed again.",
         },
         "paths": {
             "/v1/chat/completions": {
@@ -106,6 +131,7 @@ def openapi_document() -> dict[str, Any]:
                     "Detokenized",
                 )
             },
+            **_anthropic_paths(),
             "/v1/models": {"get": _get("OpenAI API", "List the served names", {200: "ModelList"})},
             "/v1/models/{model_id}": {
                 "get": {
@@ -130,12 +156,41 @@ def openapi_document() -> dict[str, Any]:
                 "apiKey": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "Needed where the server was started with API keys.",
+                    "description": "Needed where the server was started with API keys. `x-api-key: KEY` is as good.",
                 }
             },
         },
         "security": [{}, {"apiKey": []}],
     }
+
+
+def _anthropic_paths() -> dict[str, Any]:
+    message = _post(
+        "Continue a conversation",
+        "As the Anthropic API has it. With `stream`, the answer is a series of server-sent events.",
+        "MessagesRequest",
+        _MESSAGE_EXAMPLE,
+        "AnsweredMessage",
+    )
+    message["responses"]["200"]["content"]["text/event-stream"] = {
+        "schema": {"oneOf": [_ref(each.__name__) for each in _MESSAGE_EVENTS]},
+        "example": "event: message_start\ndata: {…}\n\n…\n\nevent: message_stop\ndata: {…}\n\n",
+    }
+    message["responses"]["503"] = _response(503, _json("ErrorBody"))
+    count = _post(
+        "Count the tokens of a conversation",
+        "As many as `/v1/messages` makes of it. Also works while there is no engine, and for prompts that are"
+        " too long for the model.",
+        "CountTokensRequest",
+        {name: value for name, value in _MESSAGE_EXAMPLE.items() if name != "max_tokens"},
+        "TokenCount",
+    )
+    for operation in (message, count):
+        operation["tags"] = ["Anthropic API"]
+        for status, response in operation["responses"].items():
+            if status != "200":
+                response["content"] = _json("AnthropicErrorBody")
+    return {"/v1/messages": {"post": message}, "/v1/messages/count_tokens": {"post": count}}
 
 
 _RESPONSES = {
