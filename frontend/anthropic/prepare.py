@@ -51,7 +51,10 @@ async def _prepare(serving: Serving, request: MessagesRequest, asked: AskedChat,
     check_kept(options, asked.breakpoints)
     isolation = isolate(serving.isolation, caller, request.cache_salt)
     prompt = await serving.prompts.chat(
-        asked.chat, max_model_len=capabilities.max_model_len, tenant=isolation.memory_tenant
+        asked.chat,
+        max_model_len=capabilities.max_model_len,
+        tenant=isolation.memory_tenant,
+        places=[point.place for point in asked.breakpoints],
     )
     if not prompt.token_ids:
         raise invalid_request("the messages make a prompt of 0 tokens", "messages")

@@ -49,9 +49,7 @@ def _created(read: int, keep: Sequence[KeepPrefix], num_kept_tokens: Sequence[in
     created = CacheCreation(0, 0)
     counted = read
     for prefix, num_kept in sorted(zip(keep, num_kept_tokens), key=lambda pair: pair[0].num_tokens):
-        # Whole blocks are kept: some may hold tokens behind the prefix.
-        end = min(num_kept, prefix.num_tokens)
-        num_new = max(end - counted, 0)
+        num_new = max(num_kept - counted, 0)
         if prefix.ttl_s < _HOUR_S:
             created.ephemeral_5m_input_tokens += num_new
         else:
