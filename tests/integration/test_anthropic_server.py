@@ -84,7 +84,7 @@ def test_a_kept_system_prompt_outlives_what_would_push_it_out(
 
     with httpx.Client(base_url=server.url, timeout=LIVENESS_S) as http:
         for first in range(30, 36):
-            prompt = [first + 50 * stream, *range(40, 40 + MAX_MODEL_LEN // 2)]
+            prompt = [first + 50 * stream] * (MAX_MODEL_LEN // 2)
             http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
 
     warm = usage_of(client, stream, **chat(kept, "And the second?", **hour))
