@@ -26,6 +26,7 @@ KEYS = ("sk-first", "sk-second")
 GUARDED = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/messages/count_tokens"),
     ("POST", "/reset_prefix_cache"),
     ("GET", "/v1/models"),
     ("GET", "/docs"),
@@ -58,7 +59,7 @@ def test_no_key_no_answer(url: str, method: str, path: str) -> None:
     answer = raw_request(url, method, path)
     assert answer.status == 401
     assert answer.headers["www-authenticate"] == "Bearer"
-    assert b'"code":"invalid_api_key"' in answer.read()
+    assert b'code":"invalid_api_key"' in answer.read()
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,17 @@ def test_a_wrong_key_is_none(url: str, header: str) -> None:
 def test_each_key_opens_everything(url: str, header: str) -> None:
     assert raw_request(url, "GET", "/v1/models", {"authorization": header}).status == 200
     assert raw_request(url, "GET", "/nowhere", {"authorization": header}).status == 404
+
+
+def test_a_key_may_come_in_a_header_of_its_own(url: str) -> None:
+    def status(**keys: str) -> int:
+        headers = {name.replace("_", "-"): key for name, key in keys.items()}
+        return raw_request(url, "GET", "/v1/models", headers).status
+
+    assert status(x_api_key="sk-second") == status(X_Api_Key=" sk-first ") == 200
+    assert status(x_api_key="sk-first", authorization="Bearer none") == 200
+    assert status(x_api_key="none", authorization="Bearer sk-first") == 200
+    assert status(x_api_key="") == status(x_api_key="sk-firs") == status(x_api_key="Bearer sk-first") == 401
 
 
 @pytest.mark.parametrize("path", ["/health", "/version", "/metrics"])

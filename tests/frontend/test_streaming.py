@@ -65,7 +65,11 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 @pytest.mark.parametrize("script", [never, for_ever])
 @pytest.mark.parametrize(
     ("path", "body", "num_requests"),
-    [("/v1/chat/completions", CHAT, 1), ("/v1/completions", {"prompt": ["a", "b", "c"]}, 3)],
+    [
+        ("/v1/chat/completions", CHAT, 1),
+        ("/v1/completions", {"prompt": ["a", "b", "c"]}, 3),
+        ("/v1/messages", CHAT | {"max_tokens": 200}, 1),
+    ],
 )
 def test_a_client_that_goes_away_ends_its_requests(
     engine: ScriptedEngine,
