@@ -186,6 +186,18 @@ def test_a_key_is_sent_as_this_sdk_does(chat_tokenizer: ModelTokenizer) -> None:
         assert caught.value.request_id == caught.value.body["request_id"]  # type: ignore[index]
 
 
+def test_whoever_sends_one_key_shares_the_cache_however_it_is_sent(chat_tokenizer: ModelTokenizer) -> None:
+    with anthropic_app(chat_tokenizer, api_keys=("sk-first", "sk-second"), isolation="api-key") as served:
+        served.say("ok")
+        told = []
+        for key in ({"api_key": "sk-first"}, {"auth_token": "sk-first"}, {"api_key": "sk-second"}):
+            client = anthropic.Anthropic(base_url=served.url, max_retries=0, **key)  # type: ignore[arg-type]
+            client.messages.create(model="tiny", max_tokens=9, messages=HELLO)
+            request = served.engine.requests[-1]
+            told.append((request.extra_key_spans, request.tenant))
+    assert told[0] == told[1] != told[2]
+
+
 def test_tokens_are_counted_as_they_are_used(served: Served) -> None:
     served.say("ok")
     chats: list[dict[str, Any]] = [
