@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from .prompt.prompt import Prompt
 
 IsolationMode = Literal["none", "salt", "api-key"]
 
-_FROM = "cache_salt.from"
+SALT_FROM = "cache_salt.from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,26 @@ def isolate(mode: IsolationMode, caller: str, cache_salt: CacheSalt | None) -> I
 
 def salts_in_chat(salts: Iterable[AskedSalt], chat: Chat) -> list[PlacedSalt]:
     """Raises PromptError naming `cache_salt.from`: it is no place of `chat`."""
+
+    def find(name: str) -> Place:
+        check_place(place := place_named(name, SALT_FROM), chat, SALT_FROM)
+        return place
+
+    return salts_in_places(salts, find)
+
+
+def salts_in_places(salts: Iterable[AskedSalt], find: Callable[[str], Place]) -> list[PlacedSalt]:
+    """`find` tells the place of a name. Raises what it raises, and PromptError for a number of a token."""
     placed = []
     for asked in salts:
         start: Place | int = 0
         if isinstance(asked.start, int):
             raise PromptError(
-                f"cache_salt.from is the number {asked.start}; in a chat it names a place, such as 'messages[1]'", _FROM
+                f"cache_salt.from is the number {asked.start}; in a chat it names a place, such as 'messages[1]'",
+                SALT_FROM,
             )
         if asked.start is not None:
-            check_place(start := place_named(asked.start, _FROM), chat, _FROM)
+            start = find(asked.start)
         placed.append(PlacedSalt(_salt_of(asked), start))
     return placed
 
@@ -93,7 +104,7 @@ def salts_in_tokens(salts: Iterable[AskedSalt]) -> list[PlacedSalt]:
     for asked in salts:
         if isinstance(asked.start, str):
             raise PromptError(
-                f"cache_salt.from is {asked.start[:100]!r}; without messages it is the number of a token", _FROM
+                f"cache_salt.from is {asked.start[:100]!r}; without messages it is the number of a token", SALT_FROM
             )
         placed.append(PlacedSalt(_salt_of(asked), asked.start or 0))
     return placed

@@ -7,14 +7,16 @@ knows what the request calls them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from frontend.errors import ApiError, invalid_request
+from frontend.isolation import SALT_FROM
 from frontend.prompt.breakpoints import Breakpoint
 from frontend.prompt.cache_options import CacheControl
 from frontend.prompt.canonical_json import JsonText
 from frontend.prompt.chat import Chat, ChatMessage, ChatPicture, Tool, ToolCall
+from frontend.prompt.errors import PromptError
 from frontend.prompt.places import MessagePlace, Place, ToolPlace
 from frontend.refusals import FieldNames
 
@@ -44,11 +46,22 @@ _ERROR = "Error:"
 
 @dataclass(frozen=True, slots=True)
 class AskedChat:
-    """What a request's prompt is to be made of. `names` are those of the request's fields."""
+    """What a request's prompt is to be made of. `names` are those of its fields, `places` those of its parts."""
 
     chat: Chat
     breakpoints: Sequence[Breakpoint]
     names: FieldNames
+    places: Mapping[str, Place]
+
+    def place_named(self, name: str) -> Place:
+        """Raises PromptError naming `cache_salt.from`: the request has no such part."""
+        if (place := self.places.get(name)) is not None:
+            return place
+        raise PromptError(
+            f"{SALT_FROM} is {name[:100]!r}, which names no part of this request; parts are spelled as in"
+            f" {', '.join(map(repr, list(self.places)[:4]))}, and counted from 0",
+            SALT_FROM,
+        )
 
 
 def asked_chat(request: PromptFields, *, takes_pictures: bool) -> AskedChat:
@@ -74,7 +87,7 @@ def asked_chat(request: PromptFields, *, takes_pictures: bool) -> AskedChat:
         pictures=lambda: [request_name(picture.field, writer.names) for picture in chat.pictures],
         of_chat=lambda field: request_name(field, writer.names),
     )
-    return AskedChat(chat, writer.breakpoints, names)
+    return AskedChat(chat, writer.breakpoints, names, writer.places)
 
 
 class _ChatWriter:
@@ -82,16 +95,19 @@ class _ChatWriter:
 
     Attributes:
         breakpoints: in the order tools, system prompt, messages.
+        places: of tools, system prompt, messages and their blocks, by what the request calls them.
         names: of each message that is finished, and last of the one that is not.
     """
 
     def __init__(self, takes_pictures: bool) -> None:
         self.breakpoints: list[Breakpoint] = []
         self.names: list[MessageNames] = []
+        self.places: dict[str, Place] = {}
         self._takes_pictures = takes_pictures
         self._messages: list[ChatMessage] = []
-        # Where the last block is, if it may have a breakpoint.
+        # Where the last block is, and a message's first one, of those that may have a breakpoint.
         self._last_place: Place | None = None
+        self._first_place: MessagePlace | None = None
         # The turn that is not finished.
         self._role = ""
         self._parts: list[str | ChatPicture] = []
@@ -99,14 +115,19 @@ class _ChatWriter:
 
     def tool(self, tool: ToolDefinition, i: int) -> Tool:
         schema = JsonText(bytes(tool.input_schema), f"tools[{i}].function.parameters")
-        self._keep(ToolPlace(i), tool.cache_control, f"tools[{i}]")
+        self._add_place(ToolPlace(i), tool.cache_control, f"tools[{i}]")
         return Tool(tool.name, tool.description, schema)
 
     def system(self, system: str | list[TextBlock]) -> None:
         self._write(system, "system", MessageNames("system", "system"))
+        self.places["system"] = MessagePlace(0)
 
     def message(self, message: InputMessage, path: str) -> None:
+        self._first_place = None
         self._write(message.content, message.role, MessageNames(path, f"{path}.content"))
+        first = self._first_place or MessagePlace(len(self._messages))
+        # What begins a turn begins with its header.
+        self.places[path] = MessagePlace(first.message) if first.part == 0 else first
 
     def finish(self) -> list[ChatMessage]:
         self._end_turn()
@@ -161,13 +182,13 @@ class _ChatWriter:
     def _add_part(self, part: str | ChatPicture, field: str, control: CacheControl | None = None) -> None:
         self._parts.append(part)
         self.names[-1].parts.append(field)
-        self._keep(MessagePlace(len(self._messages), len(self._parts) - 1), control, field)
+        self._add_place(MessagePlace(len(self._messages), len(self._parts) - 1), control, field)
 
     def _call(self, block: ToolUseBlock, field: str) -> None:
         name = f"messages[{len(self._messages)}].tool_calls[{len(self._calls)}].function.arguments"
         self._calls.append(ToolCall(block.id, block.name, JsonText(bytes(block.input), name)))
         self.names[-1].calls.append(field)
-        self._keep(MessagePlace(len(self._messages)), block.cache_control, field)
+        self._add_place(MessagePlace(len(self._messages)), block.cache_control, field)
 
     def _result(self, block: ToolResultBlock, field: str) -> None:
         path = f"{field}.content"
@@ -186,7 +207,7 @@ class _ChatWriter:
                     self._add_picture(part, inner)
                 else:
                     raise _not_here(part, "tool_result", inner)
-        self._keep(MessagePlace(len(self._messages)), block.cache_control, field)
+        self._add_place(MessagePlace(len(self._messages)), block.cache_control, field)
         self._messages.append(ChatMessage("tool", _simplest(self._parts), tool_call_id=block.tool_use_id))
         self._role, self._parts = "", []
 
@@ -198,8 +219,10 @@ class _ChatWriter:
         name = f"messages[{len(self._messages)}].content[{len(self._parts)}]"
         self._add_part(ChatPicture(url, name), field, block.cache_control)
 
-    def _keep(self, place: Place, control: CacheControl | None, field: str) -> None:
-        self._last_place = place
+    def _add_place(self, place: Place, control: CacheControl | None, field: str) -> None:
+        self.places[field] = self._last_place = place
+        if isinstance(place, MessagePlace):
+            self._first_place = self._first_place or place
         if control is not None:
             self.breakpoints.append(Breakpoint(place, control, f"{field}.cache_control"))
 

@@ -26,7 +26,6 @@ from .responses import (
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
-    DeltaUsage,
     InputJsonDelta,
     MessageDelta,
     MessageStart,
@@ -37,7 +36,7 @@ from .responses import (
     TextDelta,
     encode_event,
 )
-from .usage import usage_of
+from .usage import MessageUsage, delta_usage, usage_of
 
 
 async def answer_message(serving: Serving, asked: AskedMessage, counts: TokenCounts, answer_id: str) -> bytes:
@@ -79,21 +78,19 @@ async def stream_message(
                 for part in reader.read(delta):
                     events += blocks.of(part)
                     if part.finish_reason is not None:
-                        usage = _message(prepared, counts, answer_id).usage
-                        total = DeltaUsage(
-                            usage.input_tokens,
-                            usage.cache_creation_input_tokens,
-                            usage.cache_read_input_tokens,
-                            usage.output_tokens,
-                        )
-                        events += [MessageDelta(_stop(part, asked.max_tokens, counts), total), MessageStop()]
+                        usage = delta_usage(_usage(prepared, counts))
+                        events += [MessageDelta(_stop(part, asked.max_tokens, counts), usage), MessageStop()]
                 if events:
                     yield b"".join(map(encode_event, events))
 
 
 def _message(prepared: PreparedRequest, counts: TokenCounts, answer_id: str) -> AnsweredMessage:
+    return AnsweredMessage(id=answer_id, model=prepared.model_name, content=[], usage=_usage(prepared, counts))
+
+
+def _usage(prepared: PreparedRequest, counts: TokenCounts) -> MessageUsage:
     (prompt,) = prepared.prompts
-    return AnsweredMessage(id=answer_id, model=prepared.model_name, content=[], usage=usage_of(counts, prompt.keep))
+    return usage_of(counts, prompt.keep)
 
 
 def _blocks(parts: list[Part]) -> list[AnsweredBlock]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from frontend.choice import callable_tools
 from frontend.errors import invalid_request
-from frontend.isolation import isolate
+from frontend.isolation import isolate, isolated, places_of_salts, salts_in_places
 from frontend.output_limits import check_max_tokens, check_stop_strings
 from frontend.prepared import PreparedRequest
 from frontend.prompt.breakpoints import check_kept, with_kept
@@ -50,17 +50,18 @@ async def _prepare(serving: Serving, request: MessagesRequest, asked: AskedChat,
     options = request.cache or CacheOptions()
     check_kept(options, asked.breakpoints)
     isolation = isolate(serving.isolation, caller, request.cache_salt)
+    salts = salts_in_places(isolation.salts, asked.place_named)
     prompt = await serving.prompts.chat(
         asked.chat,
         max_model_len=capabilities.max_model_len,
         tenant=isolation.memory_tenant,
-        places=[point.place for point in asked.breakpoints],
+        places=[*(point.place for point in asked.breakpoints), *places_of_salts(salts)],
     )
     if not prompt.token_ids:
         raise invalid_request("the messages make a prompt of 0 tokens", "messages")
     return PreparedRequest(
         model_name=serving.model.check(request.model),
-        prompts=(with_kept(prompt, options, asked.breakpoints),),
+        prompts=(isolated(with_kept(prompt, options, asked.breakpoints), salts),),
         sampling_params=SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_k=request.top_k or 0,
@@ -71,7 +72,6 @@ async def _prepare(serving: Serving, request: MessagesRequest, asked: AskedChat,
         include_stop=False,
         logprobs=None,
         prompt_logprobs=None,
-        extra_key_spans=isolation.extra_key_spans,
         priority=0,
         include_usage=True,
         continuous_usage=False,
@@ -91,10 +91,12 @@ async def count_tokens(serving: Serving, request: CountTokensRequest, caller: st
     capabilities = serving.client.capabilities
     with prompt_errors(serving, asked.names):
         check_kept(None, asked.breakpoints)
+        isolation = isolate(serving.isolation, caller, request.cache_salt)
+        salts_in_places(isolation.salts, asked.place_named)  # a message would be refused, too
         prompt = await serving.prompts.chat(
             asked.chat,
             max_model_len=None if capabilities is None else capabilities.max_model_len,
-            tenant=isolate(serving.isolation, caller, request.cache_salt).memory_tenant,
+            tenant=isolation.memory_tenant,
             check_length=False,
         )
     return len(prompt.token_ids)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from frontend.prompt.cache_options import CacheControl, CacheOptions
+from frontend.prompt.cache_salt import CacheSalt
 from frontend.request_fields import Ignored, Int64, JsonObject, NotYet
 
 Breakpoint = Annotated[
@@ -156,10 +157,11 @@ class PromptFields(Struct, forbid_unknown_fields=True, kw_only=True):
         Meta(description="The same at the last block of the last message that can have one."),
     ] = None
     cache_salt: Annotated[
-        str | None,
+        CacheSalt | None,
         Meta(
             description="Share cached prefixes only with requests of the same salt. 1 to 128 characters, none of"
-            " `@`, `/`, `\\`, NUL."
+            " `@`, `/`, `\\`, NUL. As an object, from a place on, which may also be `system` or `system[1]`: what comes"
+            " before is shared by all."
         ),
     ] = None
 

@@ -11,7 +11,7 @@ from frontend.errors import ApiError
 from frontend.request_fields import JsonObject
 from frontend.streaming import event
 
-from .usage import MessageUsage
+from .usage import DeltaUsage, MessageUsage
 
 StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 
@@ -79,15 +79,6 @@ class ContentBlockStop(Struct, tag="content_block_stop", tag_field="type"):
 class StopDelta(Struct):
     stop_reason: StopReason
     stop_sequence: str | None
-
-
-class DeltaUsage(Struct):
-    """Of the whole answer."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
 
 
 class MessageDelta(Struct, tag="message_delta", tag_field="type"):

@@ -29,6 +29,21 @@ class MessageUsage(Struct):
     output_tokens: int
 
 
+class DeltaUsage(Struct):
+    """The same at the end of a stream."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+def delta_usage(usage: MessageUsage) -> DeltaUsage:
+    return DeltaUsage(
+        usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens, usage.output_tokens
+    )
+
+
 def usage_of(counts: TokenCounts, keep: Sequence[KeepPrefix]) -> MessageUsage:
     """Of an answer to one prompt whose first token is known. `keep` is what was to be kept of the prompt."""
     read = counts.cached_tokens

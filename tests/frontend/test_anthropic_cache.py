@@ -170,3 +170,40 @@ def test_at_most_four_prefixes_are_kept(served: Served) -> None:
         served.create(messages=[{"role": "user", "content": [*four, text("4", cache_control=HOUR)]}])
     with pytest.raises(anthropic.BadRequestError, match=r"cache\.ttl_s"):
         served.create(messages=[{"role": "user", "content": four}], extra_body={"cache": {"ttl_s": 9}})
+
+
+PARTS = {
+    "system": "Rules are to be kept.",
+    "system[1]": "More of them tomorrow.",
+    "messages[0]": "Which ships did pass?",
+    "messages[1]": "And how was it",
+    "messages[1].content[1]": "under the stars?",
+}
+
+
+@pytest.mark.parametrize("where", PARTS)
+def test_a_salt_counts_from_where_the_request_says(served: Served, where: str) -> None:
+    """What comes before is shared as if there was none: as far as tokens do not depend on what follows."""
+    served.say("ok")
+
+    def told(salt: Any) -> Any:
+        system, more, *said = PARTS.values()
+        served.create(
+            system=[text(system), text(more)],
+            messages=[
+                {"role": "user", "content": said[0]},
+                {"role": "user", "content": [text(said[1]), text(said[2])]},
+            ],
+            extra_body={"cache_salt": salt},
+        )
+        return served.engine.requests[-1]
+
+    request = told({"salt": "pepper", "from": where})
+    (span,) = request.extra_key_spans
+    assert (span.end, span.kind, span.key) == (span.start + 1, "cache_salt", "pepper")
+    shared = served.tokenizer.backend.decode(request.prompt_token_ids[: span.start], skip_special_tokens=False)
+    first_words = [said.split()[0] for said in PARTS.values()]
+    place = list(PARTS).index(where)
+    assert [word in shared for word in first_words] == [i < place for i in range(len(PARTS))]
+    whole = told("pepper")
+    assert (whole.extra_key_spans[0].start, whole.prompt_token_ids) == (0, request.prompt_token_ids)

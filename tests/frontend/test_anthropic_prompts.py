@@ -11,6 +11,7 @@ from frontend.anthropic.chat_prompt import AskedChat, asked_chat
 from frontend.anthropic.protocol import CountTokensRequest
 from frontend.prompt.canonical_json import canonical_object
 from frontend.prompt.chat import ChatPicture
+from frontend.prompt.errors import PromptError
 from frontend.prompt.places import MessagePlace, ToolPlace
 
 FIVE_MINUTES, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
@@ -172,3 +173,38 @@ def test_a_breakpoint_for_all_is_at_the_last_block_that_can_have_one() -> None:
     assert points(user(text("a", cache_control=FIVE_MINUTES))) == [
         (MessagePlace(1, 0), "messages[0].content[0].cache_control")
     ]
+
+
+def test_parts_of_a_request_have_places_in_the_chat() -> None:
+    thinking = {"type": "thinking", "thinking": "hm"}
+    chat = asked(
+        user("a"),
+        user(text("b"), text("c")),
+        assistant(thinking, call()),
+        user(result([text("d"), text("e")]), text("f")),
+        assistant(thinking),
+        system=[text("s"), text("t")],
+        tools=[{"name": "f", "input_schema": {}}],
+    )
+    assert {name: str(place) for name, place in chat.places.items()} == {
+        "tools[0]": "tools[0]",
+        "system": "messages[0]",
+        "system[0]": "messages[0].content[0]",
+        "system[1]": "messages[0].content[1]",
+        "messages[0]": "messages[1]",
+        "messages[0].content": "messages[1].content[0]",
+        "messages[1]": "messages[1].content[1]",
+        "messages[1].content[0]": "messages[1].content[1]",
+        "messages[1].content[1]": "messages[1].content[2]",
+        "messages[2]": "messages[2]",
+        "messages[2].content[1]": "messages[2]",
+        "messages[3]": "messages[3]",
+        "messages[3].content[0]": "messages[3]",
+        "messages[3].content[0].content[0]": "messages[3].content[0]",
+        "messages[3].content[0].content[1]": "messages[3].content[1]",
+        "messages[3].content[1]": "messages[4].content[0]",
+        "messages[4]": "messages[5]",
+    }
+    with pytest.raises(PromptError, match=r"'messages\[5\]', which names no part") as refused:
+        chat.place_named("messages[5]")
+    assert refused.value.field == "cache_salt.from"
