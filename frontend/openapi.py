@@ -176,6 +176,7 @@ def _anthropic_paths() -> dict[str, Any]:
         "schema": {"oneOf": [_ref(each.__name__) for each in _MESSAGE_EVENTS]},
         "example": "event: message_start\ndata: {…}\n\n…\n\nevent: message_stop\ndata: {…}\n\n",
     }
+    message["responses"]["200"]["headers"] = _ANSWER_HEADERS
     message["responses"]["503"] = _response(503, _json("ErrorBody"))
     count = _post(
         "Count the tokens of a conversation",
@@ -193,6 +194,13 @@ def _anthropic_paths() -> dict[str, Any]:
     return {"/v1/messages": {"post": message}, "/v1/messages/count_tokens": {"post": count}}
 
 
+_ANSWER_HEADERS = {
+    CACHE_HEADER: {
+        "description": "What the prefix cache did for the answer.",
+        "schema": {"type": "string"},
+        "example": "hit; tokens=1024; prompt=2048; reason=diverged",
+    }
+}
 _RESPONSES = {
     200: "The answer",
     400: "The request is wrong: `param` names the field",
@@ -210,13 +218,7 @@ def _completion(
     operation["description"] += (
         f" With `stream`, the answer is a series of server-sent events, one `{chunk}` each, then `[DONE]`."
     )
-    operation["responses"]["200"]["headers"] = {
-        CACHE_HEADER: {
-            "description": "What the prefix cache did for the answer.",
-            "schema": {"type": "string"},
-            "example": "hit; tokens=1024; prompt=2048; reason=diverged",
-        }
-    }
+    operation["responses"]["200"]["headers"] = _ANSWER_HEADERS
     operation["responses"]["200"]["content"]["text/event-stream"] = {
         "schema": _ref(chunk),
         "example": "data: {…}\n\ndata: {…}\n\ndata: [DONE]\n\n",
