@@ -79,6 +79,8 @@ def check_config(config: EngineConfig) -> None:
         raise InvalidConfigError(
             f"kv_cache_metrics_sample: a share of the blocks in (0, 1], is {config.kv_cache_metrics_sample}"
         )
+    if config.records_kv_events and not config.enable_prefix_caching:
+        raise InvalidConfigError("kv_events_config: without enable_prefix_caching there is nothing to tell")
     if not 0 < config.gpu_memory_utilization <= 1:
         raise InvalidConfigError(
             f"gpu_memory_utilization: a share of the memory in (0, 1], is {config.gpu_memory_utilization}"

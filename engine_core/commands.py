@@ -48,6 +48,11 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotKVCache:
+    """A consumer of KV events wants to know all that is there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     exit_code: int
 
@@ -57,4 +62,4 @@ class Drain:
     """No `Add` follows."""
 
 
-Command: TypeAlias = Add | Supply | Abort | AbortContinuations | Reset | Stop | Drain
+Command: TypeAlias = Add | Supply | Abort | AbortContinuations | Reset | SnapshotKVCache | Stop | Drain

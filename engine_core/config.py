@@ -6,6 +6,9 @@ from typing import Literal
 
 from msgspec import Struct
 
+from ipc.endpoints import check_endpoint, is_tcp
+from ipc.kv_events.events import KVEventFormat
+
 HashAlgo = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 FullPromptHit = Literal["recompute_last_token", "drop_last_block"]
 EvictionPolicy = Literal["lru", "unhashed_first", "frequency"]
@@ -14,6 +17,68 @@ WindowRetention = Literal["all", "prompt_tail"]
 SchedulingPolicy = Literal["fcfs", "priority", "prefix"]
 Quantization = Literal["int8", "int4"]
 KVCacheDtype = Literal["auto", "fp8_e4m3", "int8"]
+KVEventHashes = Literal["int", "bytes"]
+
+
+class KVEventsConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Whether and where an engine tells what its prefix cache gains and loses; names and defaults are vLLM's.
+
+    Args:
+        enable_kv_cache_events: record them. `EngineCore.take_kv_events` gives them out.
+        publisher: what becomes of them in an engine process: `zmq` publishes them; default that, if there is an
+            endpoint. `EngineCore` itself has no sockets.
+        endpoint: of the PUB socket, `tcp://` or `ipc://`. Whoever can connect reads token ids and salts.
+        replay_endpoint: where consumers ask for what they have missed; always bound.
+        buffer_steps: how many batches can be replayed.
+        hwm: most batches that wait for one subscriber in the socket; 0 is no limit.
+        max_queue_size: most batches that wait to be published; those of further steps are dropped.
+        topic: first frame of each message.
+        bind: whether the PUB socket is bound or connected; default bound where the endpoint has `*` or `::` or is
+            `ipc://`. (Ours.)
+
+    Raises:
+        ValueError: a setting is impossible; the message names it.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    bind: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("buffer_steps", 0), ("hwm", 0), ("max_queue_size", 1)):
+            value = getattr(self, name)
+            if not least <= value < 1 << 31:
+                raise ValueError(f"kv_events_config.{name}: must be in {least} … {(1 << 31) - 1}, is {value}")
+        for name in ("endpoint", "replay_endpoint"):
+            if (value := getattr(self, name)) is not None:
+                try:
+                    check_endpoint(value)
+                except ValueError as error:
+                    raise ValueError(f"kv_events_config.{name}: {error}") from error
+
+    @property
+    def binds(self) -> bool:
+        """Whether the PUB socket waits for subscribers, or goes to one that waits."""
+        endpoint = self.endpoint or ""
+        return self.bind if self.bind is not None else ("*" in endpoint or "::" in endpoint or not is_tcp(endpoint))
+
+    def check_is_published(self) -> None:
+        """Raises ValueError where a process would record events that nobody can get."""
+        if not self.enable_kv_cache_events:
+            return
+        if self.publisher == "null":
+            raise ValueError("kv_events_config.publisher: null publishes nothing; an engine process needs zmq")
+        if self.endpoint is None:
+            raise ValueError(
+                "kv_events_config.endpoint: say where to publish: ipc:///path or tcp://*:PORT to listen (whoever can"
+                " connect reads token ids and salts), or tcp://HOST:PORT to connect to a subscriber"
+            )
 
 
 class EngineConfig(Struct, kw_only=True, frozen=True):
@@ -80,6 +145,9 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         max_feature_input_bytes: most bytes of pictures' inputs that are held or asked for; a request that needs more by
             itself gets them when nobody else holds any.
         feature_timeout_s: how long a frontend may take to send the inputs it is asked for; then its request ends.
+        kv_events_config: tell what the prefix cache gains and loses; default not.
+        kv_events_format: of events on the wire: maps, or arrays as older consumers expect them.
+        kv_events_hashes: blocks are called by the last 8 bytes of their hashes, as a number, or by all bytes.
     """
 
     model: str = ""
@@ -126,3 +194,10 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     max_num_encoder_tokens: int | None = None
     max_feature_input_bytes: int = 1 << 29
     feature_timeout_s: float = 60.0
+    kv_events_config: KVEventsConfig | None = None
+    kv_events_format: KVEventFormat = "map"
+    kv_events_hashes: KVEventHashes = "int"
+
+    @property
+    def records_kv_events(self) -> bool:
+        return self.kv_events_config is not None and self.kv_events_config.enable_kv_cache_events

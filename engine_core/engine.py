@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from ipc.kv_events import KVEvent
 from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError, WantedFeature
 from ipc.stats import EngineStats, PrefixCacheReset
 
@@ -23,6 +24,8 @@ from .feature_checks import FeatureLimits, check_features, check_inputs
 from .features import FeatureManager
 from .kv_cache import BlockHasher, BlockResidency, KVCacheManager
 from .kv_cache.groups import longest_sequence, most_blocks
+from .kv_events.describe import EventDescriber
+from .kv_events.recorder import KVEventRecorder
 from .request import Request
 from .runner import LaunchedStep, ModelInfo, Runner, StepResult
 from .scheduler import Scheduler
@@ -46,6 +49,8 @@ class EngineCore:
     Attributes:
         capabilities: what a caller may ask of this engine.
         num_consecutive_failed_steps: 0 after a step that ran; a device that fails again and again does not recover.
+        kv_recorder: what the prefix cache gains and loses; None unless `kv_events_config` enables it.
+        kv_describer: what its changes are to others.
 
     Raises:
         InvalidConfigError: a setting is impossible; the message names it and the true numbers.
@@ -81,6 +86,8 @@ class EngineCore:
             namespace=info.cache_namespace,
         )
         self._residency = BlockResidency(config.kv_cache_metrics_sample) if config.kv_cache_metrics else None
+        self.kv_recorder = KVEventRecorder(len(info.windows), info.num_blocks) if config.records_kv_events else None
+        self.kv_describer = EventDescriber(config.block_size, info.windows, config.kv_events_hashes)
         self._features = make_feature_manager(config, runner)
         self._feature_limits = FeatureLimits.of(
             config, info, self._features.cache.capacity_bytes if self._features else 0
@@ -99,6 +106,7 @@ class EngineCore:
                 residency=self._residency,
                 max_kept_share=config.max_kept_share,
                 max_kept_share_per_tenant=config.max_kept_share_per_tenant,
+                tree=self.kv_recorder,
             ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -177,6 +185,8 @@ class EngineCore:
                 f"request_id: {request.request_id!r} belongs to an unfinished request", "request_id"
             )
         self._gate.check(request)
+        if self.kv_recorder is not None:
+            self.kv_describer.learn_labels(request.extra_key_spans)
         self._scheduler.add(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
@@ -285,6 +295,14 @@ class EngineCore:
             num_dropped_features=num_features - num_features_in_use,
             num_features_in_use=num_features_in_use,
         )
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What the prefix cache has gained and lost since the last call, in order: after each step, and each reset.
+
+        Whoever takes them seldom loses none: after very many changes they begin with `AllBlocksCleared`, and then tell
+        of all that is there. Empty unless `kv_events_config` enables them.
+        """
+        return [] if self.kv_recorder is None else self.kv_describer.events(self.kv_recorder.take())
 
     def stats(self) -> EngineStats:
         """Any thread may ask at any time. During a step every number is true, but not all are of the same instant."""

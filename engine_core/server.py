@@ -35,11 +35,13 @@ from ipc.process import (
     spare_garbage_collector,
 )
 from ipc.sockets import check_listenable
+from ipc.stats import EngineStats
 
-from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, Stop, Supply
+from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, SnapshotKVCache, Stop, Supply
 from .config import EngineConfig
 from .errors import EngineOverloadedError, InvalidConfigError
 from .frontend_link import FrontendLink, LinkSettings
+from .kv_events.publisher import KVEventPublisher
 from .request import Request
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ _LOOK_INTERVAL_S = 0.25
 class EngineCoreServer:
     """Serves one engine at one endpoint.
 
-    Raises what `ipc.sockets.bind_router` raises if it cannot listen there.
+    Raises what `ipc.sockets.bind_router` raises if it cannot listen there, and InvalidConfigError where KV events are
+    wanted and cannot be published.
     """
 
     def __init__(self, engine: EngineCore, endpoint: str, settings: LinkSettings | None = None) -> None:
@@ -64,18 +67,43 @@ class EngineCoreServer:
         self._drain_timeout_s = 0.0
         self._drain_ends_s: float | None = None
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self.link = FrontendLink(
-            endpoint,
-            engine.capabilities,
-            engine.prepare_request,
-            engine.stats,
-            self._commands,
-            settings or LinkSettings(),
+        self._kv_publisher = self._make_kv_publisher()
+        try:
+            self.link = FrontendLink(
+                endpoint,
+                engine.capabilities,
+                engine.prepare_request,
+                self._stats,
+                self._commands,
+                settings or LinkSettings(),
+            )
+        except BaseException:
+            if self._kv_publisher is not None:
+                self._kv_publisher.stop()
+            raise
+
+    def _make_kv_publisher(self) -> KVEventPublisher | None:
+        engine_config = self.engine.config
+        config = engine_config.kv_events_config
+        if config is None or not config.enable_kv_cache_events:
+            return None
+        try:
+            config.check_is_published()
+        except ValueError as error:
+            raise InvalidConfigError(str(error)) from error
+        return KVEventPublisher(
+            config,
+            self.engine.kv_describer,
+            event_format=engine_config.kv_events_format,
+            ask_for_snapshot=lambda: self._commands.put(SnapshotKVCache()),
+            on_failure=lambda: self.stop(1),
         )
 
     def run(self) -> int:
         """Serve until stopped; returns the process's exit code. Frontends have been told goodbye then."""
         self.link.start()
+        if self._kv_publisher is not None:
+            self._kv_publisher.start()
         try:
             return self._loop()
         except Exception:
@@ -83,6 +111,8 @@ class EngineCoreServer:
             return 1
         finally:
             self.link.stop()
+            if self._kv_publisher is not None:
+                self._kv_publisher.stop()
 
     def stop(self, exit_code: int = 0) -> None:
         """Make `run` return after the current step. From any thread or signal handler."""
@@ -103,6 +133,7 @@ class EngineCoreServer:
             self._ask_for_features()
             if self.engine.has_work_now():
                 self.link.publish(self.engine.step())
+                self._publish_kv_events()
                 self._ask_for_features()
                 if self.engine.num_consecutive_failed_steps >= _MAX_CONSECUTIVE_FAILED_STEPS:
                     logger.error("engine_gives_up consecutive_failed_steps=%d", _MAX_CONSECUTIVE_FAILED_STEPS)
@@ -138,7 +169,20 @@ class EngineCoreServer:
         if wanted := self.engine.take_wanted():
             self.link.publish_wanted(wanted)
 
-    def _obey(self, command: Add | Supply | Abort | AbortContinuations | Reset | Drain) -> None:
+    def _publish_kv_events(self) -> None:
+        recorder = self.engine.kv_recorder
+        if self._kv_publisher is not None and recorder is not None and recorder.has_changes:
+            self._kv_publisher.publish(recorder.take())
+
+    def _stats(self) -> EngineStats:
+        stats, publisher = self.engine.stats(), self._kv_publisher
+        if publisher is None:
+            return stats
+        return msgspec.structs.replace(
+            stats, kv_event_batches=publisher.num_batches, kv_event_batches_dropped=publisher.dropped_batches
+        )
+
+    def _obey(self, command: Add | Supply | Abort | AbortContinuations | Reset | SnapshotKVCache | Drain) -> None:
         if isinstance(command, Add):
             self._add(command.request)
         elif isinstance(command, Supply):
@@ -150,6 +194,10 @@ class EngineCoreServer:
         elif isinstance(command, Drain):
             self._drain_ends_s = time.monotonic() + self._drain_timeout_s
             logger.info("engine_draining timeout_s=%g", self._drain_timeout_s)
+        elif isinstance(command, SnapshotKVCache):
+            if self._kv_publisher is not None and self.engine.kv_recorder is not None:
+                self._publish_kv_events()
+                self._kv_publisher.publish_snapshot(self.engine.kv_recorder.snapshot())
         else:
             result = self.engine.reset_prefix_cache(reset_running_requests=command.reset_running_requests)
             logger.info(
@@ -157,6 +205,8 @@ class EngineCoreServer:
                 result.num_dropped_blocks,
                 result.num_blocks_in_use,
             )
+            # Now: it may be long until the next step.
+            self._publish_kv_events()
             command.answer(result)
 
     def _add(self, request: Request) -> None:

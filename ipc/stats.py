@@ -43,6 +43,9 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     that the prefix cache did not cover, once per request; `encoder_cache_used_bytes` of `encoder_cache_bytes` are
     taken. `feature_inputs_received` and `feature_input_bytes_received` are what frontends sent to be encoded,
     `feature_input_bytes` what of it is held or asked for now.
+
+    `kv_event_batches` were published; `kv_event_batches_dropped`, by reason, were lost for everybody (`queue_full`) or
+    found a subscriber that did not read (`subscriber_full`, which counts each time only the first of those it lost).
     """
 
     num_running: int
@@ -79,6 +82,8 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     kept_blocks_given_up: int = 0
     prefix_cache_misses: dict[str, int] = {}
     prefix_cache_missed_tokens: dict[str, int] = {}
+    kv_event_batches: int = 0
+    kv_event_batches_dropped: dict[str, int] = {}
 
 
 class PrefixCacheReset(Struct, array_like=True, frozen=True):

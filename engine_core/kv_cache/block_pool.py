@@ -26,6 +26,7 @@ class BlockPool:
         num_groups: KV cache groups that share the blocks.
         max_kept_share: of the blocks, how many are kept at most (`retention`); `max_kept_share_per_tenant` for one.
         clock: in seconds; how long kept blocks stay is measured with it.
+        tree: what remembers what is cached; default a plain one.
 
     Attributes:
         tree: what is cached, and in which blocks.
@@ -43,12 +44,13 @@ class BlockPool:
         max_kept_share: float = 0.5,
         max_kept_share_per_tenant: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
+        tree: PrefixTree | None = None,
     ) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.eviction_policy: EvictionPolicy = eviction_policy
         self.free_queue = make_eviction_order(eviction_policy, self.blocks)
         self.num_freed = 0
-        self.tree = PrefixTree(num_groups)
+        self.tree = PrefixTree(num_groups) if tree is None else tree
         self.kept = KeptBlocks(int(max_kept_share * num_blocks), int(max_kept_share_per_tenant * num_blocks), clock)
         self.lost = LostBlocks(max(2 * num_blocks, 1 << 15))
 

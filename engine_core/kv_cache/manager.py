@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from engine_core.config import EvictionPolicy, FullPromptHit, PrefixMatchUnit, WindowRetention
 from engine_core.request import Request
@@ -19,7 +20,7 @@ from .block_table import BlockTable
 from .groups import first_visible_block, most_blocks
 from .miss_reason import why_missed
 from .prefix_hit import PrefixHit, Tail, find_hit
-from .prefix_tree import PrefixNode
+from .prefix_tree import PrefixNode, PrefixTree
 from .residency import BlockResidency, ObservedBlockPool
 from .retention import spans_of_terms
 
@@ -85,6 +86,7 @@ class KVCacheManager:
         max_kept_share, max_kept_share_per_tenant, clock: as `BlockPool`'s.
         window_retention: what groups with a window keep for lookups: all blocks, or, of a prompt alone, those that the
             longest hit of the same prompt needs.
+        tree: what remembers what is cached, of as many groups; default a plain one.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class KVCacheManager:
         max_kept_share: float = 0.5,
         max_kept_share_per_tenant: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
+        tree: PrefixTree | None = None,
     ) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
@@ -120,6 +123,7 @@ class KVCacheManager:
             max_kept_share=max_kept_share,
             max_kept_share_per_tenant=max_kept_share_per_tenant,
             clock=clock,
+            tree=tree,
         )
         self.tables: dict[str, BlockTable] = {}
         self._provisional: dict[str, list[Registration]] = {}
@@ -404,8 +408,7 @@ class KVCacheManager:
     def commit_step(self) -> None:
         """The step has run: what it registered holds, and what was to be copied is."""
         for registrations in self._provisional.values():
-            for registration in registrations:
-                self.pool.tree.fill(registration.blocks_still_held())
+            self.pool.tree.fill(chain.from_iterable(held.blocks_still_held() for held in registrations))
         self._provisional.clear()
         for pending in self._pending.values():
             self.pool.free_blocks(pending.sources)

@@ -18,6 +18,7 @@ from ipc.stats import RESIDENCY_BOUNDS_S, Durations
 
 from .block import KVCacheBlock
 from .block_pool import BlockPool
+from .prefix_tree import PrefixTree
 
 
 class BlockResidency:
@@ -94,10 +95,10 @@ class ObservedBlockPool(BlockPool):
         num_groups: int,
         *,
         residency: BlockResidency,
-        **retention: Any,
+        **more: Any,
     ) -> None:
-        """`retention`: as `BlockPool`'s arguments by keyword."""
-        super().__init__(num_blocks, eviction_policy, num_groups, **retention)
+        """`more`: as `BlockPool`'s arguments by keyword."""
+        super().__init__(num_blocks, eviction_policy, num_groups, **more)
         self._residency = residency
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:

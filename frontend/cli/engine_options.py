@@ -10,19 +10,23 @@ from engine_core.config import (
     FullPromptHit,
     HashAlgo,
     KVCacheDtype,
+    KVEventHashes,
+    KVEventsConfig,
     PrefixMatchUnit,
     Quantization,
     SchedulingPolicy,
     WindowRetention,
 )
+from ipc.kv_events import KVEventFormat
 
+from .kv_events import published_kv_events
 from .options import A_DAY_S, counts, option, size, takes_settings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _ENGINE = EngineConfig()
 _MODEL, _MEMORY, _SCHEDULER, _CACHE = "Model", "KV cache memory", "Scheduler", "Prefix cache"
-_ADMISSION, _PICTURES = "Admission", "Pictures in the engine"
+_ADMISSION, _PICTURES, _EVENTS = "Admission", "Pictures in the engine", "KV cache events"
 
 
 def _engine_options(
@@ -228,6 +232,22 @@ def _engine_options(
     kv_cache_metrics_sample: Annotated[
         float, option(_CACHE, "Share of the blocks that this looks at.", min=0.0001, max=1.0)
     ] = _ENGINE.kv_cache_metrics_sample,
+    kv_events_config: Annotated[
+        KVEventsConfig | None,
+        option(
+            _EVENTS,
+            "Publish what the prefix cache gains and loses, for instance"
+            """ '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "bind": true}'.""",
+            parser=published_kv_events,
+            metavar="JSON",
+        ),
+    ] = None,
+    kv_events_format: Annotated[
+        KVEventFormat, option(_EVENTS, "Events as maps, or as arrays, which older consumers expect.")
+    ] = _ENGINE.kv_events_format,
+    kv_events_hashes: Annotated[
+        KVEventHashes, option(_EVENTS, "Call blocks by 8 bytes of their hashes, as numbers, or by all bytes.")
+    ] = _ENGINE.kv_events_hashes,
 ) -> None:
     """Only its signature is used. Each name is a field of `EngineConfig`."""
 

@@ -51,6 +51,7 @@ _COUNTERS = {
     "encoder_cache_hits": ("encoder_cache_hits", "Pictures of those that need not be encoded again."),
     "encoder_cache_evictions": ("encoder_cache_evictions", "Encoded pictures that had to make room."),
     "encoder_calls": ("encoder_calls", "Pictures encoded, also again."),
+    "kv_event_batches": ("kv_event_batches", "Batches of KV cache events that were published."),
 }
 _MISS_REASONS = tuple(reason for reason in get_args(MissReason) if reason != "none")
 _BY_MISS_REASON = {
@@ -80,6 +81,7 @@ class EngineTotals:
         self._earlier_by_reason: dict[str, Counter[str]] = {}
         self._earlier_step_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
         self._earlier_dropped_messages: Counter[str] = Counter()
+        self._earlier_dropped_kv_events: Counter[str] = Counter()
         self._earlier_block_residency: dict[str, Durations] = {}
 
     def update(self, snapshot: EngineSnapshot) -> None:
@@ -89,6 +91,7 @@ class EngineTotals:
             self._earlier_by_reason = {field: self.by_reason(field) for field in _BY_MISS_REASON}
             self._earlier_step_tokens = self.step_tokens
             self._earlier_dropped_messages = self.dropped_messages
+            self._earlier_dropped_kv_events = self.dropped_kv_events
             self._earlier_block_residency = self.block_residency
         self.latest = snapshot
 
@@ -119,6 +122,12 @@ class EngineTotals:
     @property
     def dropped_messages(self) -> Counter[str]:
         return self._earlier_dropped_messages + Counter({} if self.latest is None else self.latest.dropped_messages)
+
+    @property
+    def dropped_kv_events(self) -> Counter[str]:
+        """Batches by reason; see `EngineStats`."""
+        now = {} if self.latest is None else self.latest.stats.kv_event_batches_dropped
+        return self._earlier_dropped_kv_events + Counter(now)
 
 
 def _added(first: Sequence[int], second: Sequence[int]) -> list[int]:
@@ -158,6 +167,7 @@ class EngineCollector(Collector):
         yield self._step_tokens()
         yield from self._block_residency()
         yield self._dropped_messages()
+        yield self._dropped_kv_events()
         yield self._cache_config()
 
     def _labels(self, engine: EngineClient, *more: str) -> tuple[str, ...]:
@@ -236,6 +246,17 @@ class EngineCollector(Collector):
                 for reason, count in sorted(counts.items()):
                     labels = self._labels(engine, receiver, reason)
                     family.add_metric(labels, count, created=self._created_s)
+        return family
+
+    def _dropped_kv_events(self) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + "kv_event_batches_dropped",
+            "Batches of KV cache events that were not published, or found a subscriber that did not read.",
+            labels=("model_name", "engine", "reason"),
+        )
+        for engine, totals in zip(self._engines, self._totals, strict=True):
+            for reason, count in sorted(totals.dropped_kv_events.items()):
+                family.add_metric(self._labels(engine, reason), count, created=self._created_s)
         return family
 
     def _cache_config(self) -> Metric:

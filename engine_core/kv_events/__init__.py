@@ -1,0 +1,1 @@
+"""What the prefix cache gains and loses, recorded between steps and published by a thread of its own."""
