@@ -18,7 +18,6 @@ from ipc.stats import RESIDENCY_BOUNDS_S, Durations
 
 from .block import KVCacheBlock
 from .block_pool import BlockPool
-from .prefix_tree import PrefixTree
 
 
 class BlockResidency:

@@ -6,7 +6,6 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 from engine_core.config import KVEventHashes
@@ -50,12 +49,10 @@ class EventDescriber:
     def events(self, changes: Iterable[CacheChange]) -> list[KVEvent]:
         """What to tell of `changes`, in their order. Any thread may ask, one at a time."""
         events: list[KVEvent] = []
-        for (what, group), run in groupby(changes, key=lambda change: change[:2]):
+        for what, group, nodes in changes:
             if what == "cleared":
                 events.append(AllBlocksCleared())
-                continue
-            nodes = [change.node for change in run if change.node is not None]
-            if what == "removed":
+            elif what == "removed":
                 hashes = [self._name(node.block_hash) for node in nodes]
                 events.append(BlockRemoved(hashes, MEDIUM, group if self._names_groups else None))
             else:

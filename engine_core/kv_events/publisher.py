@@ -30,12 +30,12 @@ from ipc.sockets import check_listenable
 
 from .answers import Answers, SharedBatches
 from .describe import EventDescriber
-from .recorder import CLEARED, CacheChange
+from .recorder import CacheChange
 
 logger = logging.getLogger(__name__)
 
 _BATCHES_PER_TURN = 64
-_CHANGES_PER_SNAPSHOT_BATCH = 1024
+_NODES_PER_SNAPSHOT_BATCH = 1024
 # The engine loop makes a list for each, and this thread encodes it.
 _SNAPSHOT_INTERVAL_S = 1.0
 # A ROUTER cannot tell when one particular peer can be written to again.
@@ -238,9 +238,11 @@ class KVEventPublisher:
 
     def _snapshot(self, changes: Sequence[CacheChange]) -> Iterator[bytes]:
         ts = time.time()
-        for start in range(0, max(1, len(changes)), _CHANGES_PER_SNAPSHOT_BATCH):
-            part = changes[start : start + _CHANGES_PER_SNAPSHOT_BATCH]
-            yield self._encoder.encode(ts, self._describer.events(part if start else [CLEARED, *part]))
+        yield self._encoder.encode(ts, [AllBlocksCleared()])
+        for what, group, nodes in changes:
+            for start in range(0, len(nodes), _NODES_PER_SNAPSHOT_BATCH):
+                part = CacheChange(what, group, nodes[start : start + _NODES_PER_SNAPSHOT_BATCH])
+                yield self._encoder.encode(ts, self._describer.events([part]))
 
     def _see_to_snapshot(self, answers: Answers) -> None:
         now_s = time.monotonic()

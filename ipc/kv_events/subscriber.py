@@ -267,6 +267,9 @@ class KVEventSubscriber:
                 # Another engine; what is held may be of either.
                 self._held.clear()
                 self._ask(SnapshotRequest())
+            elif asked.epoch is None and any(map(self._has_begun_again, self._held)):
+                self._begin_again()
+                self._ask(ReplayRequest(0))
             else:
                 self.num_replays += bool(answer)
                 self._merge(self._held | dict(answer), asked.first_sequence)

@@ -216,9 +216,7 @@ def test_groups_are_named_where_layers_differ_in_what_they_see():
     engine = make_engine(windows=(None, 6))
     run(engine, "a", list(range(13)), max_tokens=2)
     stored = [event for event in engine.take_kv_events() if isinstance(event, BlockStored)]
-    told = [
-        (e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window, len(e.block_hashes)) for e in stored
-    ]
+    told = [(e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window, len(e.block_hashes)) for e in stored]
     assert told == [(0, "full_attention", None, 3), (1, "sliding_window", 6, 3)]
 
 
