@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,13 @@ from engine_core.kv_events import publisher as publisher_module
 from engine_core.kv_events.describe import EventDescriber
 from engine_core.kv_events.publisher import KVEventPublisher
 from engine_core.kv_events.recorder import cleared
-from ipc.kv_events import AllBlocksCleared, BlockStored, EventsDropped, SnapshotEnd, decode_batch
+from ipc.endpoints import socket_path
+from ipc.kv_events import AllBlocksCleared, BlockStored, EventsDropped, KVEventTable, SnapshotEnd, decode_batch
 from ipc.kv_events.requests import SNAPSHOT_REQUEST
 from ipc.messages import GetStats, PrefixCacheWasReset, ResetPrefixCache, Stats
 from tests.engine_core.kv_event_stack import BLOCK_SIZE, EventStack, consumer, event_stack, raw_socket, read_answer
 from tests.fake_runner import FakeRunner
-from tests.wire_peers import Connect, running_server, wait_until
+from tests.wire_peers import Connect, running_server, start_engine, wait_until
 
 ORACLE = Path(__file__).parent.parent / "data" / "oracle" / "kv_event_vectors.json.gz"
 LIVE: dict[str, Any] = json.loads(gzip.decompress(ORACLE.read_bytes()))["live"]
@@ -275,6 +278,37 @@ def test_a_restarted_engine_is_noticed(tmp_path: Path):
                 restarted.publisher.start()
                 router.follow_until(lambda: router.table.blocks.keys() == restarted.hashes(), restarted.serve_snapshot)
                 assert router.subscriber.is_complete
+
+
+def is_listening(endpoint: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(socket_path(endpoint))) == 0
+
+
+def has_prompt(table: KVEventTable, prompt: list[int]) -> bool:
+    """Whether it holds the whole blocks of this prompt and nothing else."""
+    blocks = {tuple(prompt[start : start + 16]) for start in range(0, len(prompt) - 15, 16)}
+    return {block.token_ids for block in table.blocks.values()} == blocks
+
+
+def test_an_engine_process_that_was_killed_is_followed_when_it_is_started_again(
+    tmp_path: Path, endpoint: str, connect: Connect
+):
+    config, _ = served(tmp_path)
+    options = ("--config", msgspec.json.encode(EngineConfig(kv_events_config=config)).decode())
+    with consumer(config) as router:
+        for prompt in (list(range(64)), list(range(100, 200))):
+            process = start_engine(endpoint, 0.0, *options)
+            try:
+                wait_until(lambda: is_listening(endpoint))
+                frontend = connect()
+                frontend.hello()
+                frontend.add("a", prompt, 1)
+                frontend.finish("a")
+                router.follow_until(partial(has_prompt, router.table, prompt))
+            finally:
+                process.kill()
+                process.wait()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from engine_core import EngineConfig, ResolvedModel
 from frontend.api_key import API_KEY_ENV
 from frontend.cli import USER_ERROR_EXIT_CODE
 from frontend.cli.app import app
+from frontend.cli.kv_events import published_kv_events
 from frontend.cli.server_options import DEFAULT_URL, fail_without_server
 from frontend.cli.start import own_names
 from frontend.http_config import listen
@@ -59,7 +60,7 @@ def test_help_names_every_setting_of_the_engine_in_a_narrow_terminal() -> None:
     assert {"--host", "--port", "--served-model-name", "--api-key", "--log-format", "--log-level"} <= flags
     assert {"--limit-mm-per-prompt", "--allowed-media-domains", "--mm-processor-kwargs", "--max-image-pixels"} <= flags
     engine_panels = ("Model", "KV cache memory", "Scheduler", "Admission", "Prefix cache", "Pictures in the engine")
-    for panel in ("HTTP", "Log", "Pictures", *engine_panels):
+    for panel in ("HTTP", "Log", "Pictures", "KV cache events", *engine_panels):
         assert f"─ {panel} ─" in result.stdout
 
 
@@ -205,6 +206,26 @@ def test_an_api_key_in_the_environment_is_checked_too() -> None:
     said = one_line(foreword("serve", environment={API_KEY_ENV: "good,no good"}))
     assert said.startswith(f"foreword: {API_KEY_ENV}: an API key must not be empty")
     assert "no good" not in said
+
+
+def test_kv_events_that_nobody_could_get_are_refused_before_anything_is_loaded() -> None:
+    refused = one_line(foreword("serve", "--kv-events-config", '{"enable_kv_cache_events": true}'))
+    assert "kv_events_config.endpoint" in refused
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("yes", "malformed"),
+        ('{"enabled": true}', "unknown field `enabled`"),
+        ('{"enable_kv_cache_events": true, "publisher": "null"}', "null publishes nothing"),
+        ('{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}', "port must be in 1 … 65535"),
+        ('{"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}', "it must be 0700"),
+    ],
+)
+def test_settings_of_kv_events_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(typer.BadParameter, match=message):
+        published_kv_events(text)
 
 
 def test_a_log_format_that_does_not_exist() -> None:
