@@ -54,9 +54,20 @@ _COUNTERS = {
     "kv_event_batches": ("kv_event_batches", "Batches of KV cache events that were published."),
 }
 _MISS_REASONS = tuple(reason for reason in get_args(MissReason) if reason != "none")
-_BY_MISS_REASON = {
-    "prefix_cache_misses": "Requests that the prefix cache had not whole, by why it had no more.",
-    "prefix_cache_missed_tokens": "Prompt tokens that were not found in the prefix cache, by why.",
+# family and field → what it counts, by which reasons
+_BY_REASON: dict[str, tuple[str, Sequence[str]]] = {
+    "prefix_cache_misses": (
+        "Requests that the prefix cache had not whole, by why it had no more.",
+        _MISS_REASONS,
+    ),
+    "prefix_cache_missed_tokens": (
+        "Prompt tokens that were not found in the prefix cache, by why.",
+        _MISS_REASONS,
+    ),
+    "kv_event_batches_dropped": (
+        "Batches of KV cache events that were not published, or found a subscriber that did not read.",
+        ("queue_full", "subscriber_full"),
+    ),
 }
 # family → property of `EngineClient`
 _SENT = {
@@ -81,17 +92,15 @@ class EngineTotals:
         self._earlier_by_reason: dict[str, Counter[str]] = {}
         self._earlier_step_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
         self._earlier_dropped_messages: Counter[str] = Counter()
-        self._earlier_dropped_kv_events: Counter[str] = Counter()
         self._earlier_block_residency: dict[str, Durations] = {}
 
     def update(self, snapshot: EngineSnapshot) -> None:
         if self.latest is not None and self.latest.epoch != snapshot.epoch:
             for field, _ in _COUNTERS.values():
                 self._earlier[field] = self.counter(field)
-            self._earlier_by_reason = {field: self.by_reason(field) for field in _BY_MISS_REASON}
+            self._earlier_by_reason = {field: self.by_reason(field) for field in _BY_REASON}
             self._earlier_step_tokens = self.step_tokens
             self._earlier_dropped_messages = self.dropped_messages
-            self._earlier_dropped_kv_events = self.dropped_kv_events
             self._earlier_block_residency = self.block_residency
         self.latest = snapshot
 
@@ -100,7 +109,7 @@ class EngineTotals:
         return self._earlier[field] + now
 
     def by_reason(self, field: str) -> Counter[str]:
-        """Of a counter of misses."""
+        """Of a counter that has a number for each reason."""
         now: dict[str, int] = {} if self.latest is None else getattr(self.latest.stats, field)
         return self._earlier_by_reason.get(field, Counter()) + Counter(now)
 
@@ -122,12 +131,6 @@ class EngineTotals:
     @property
     def dropped_messages(self) -> Counter[str]:
         return self._earlier_dropped_messages + Counter({} if self.latest is None else self.latest.dropped_messages)
-
-    @property
-    def dropped_kv_events(self) -> Counter[str]:
-        """Batches by reason; see `EngineStats`."""
-        now = {} if self.latest is None else self.latest.stats.kv_event_batches_dropped
-        return self._earlier_dropped_kv_events + Counter(now)
 
 
 def _added(first: Sequence[int], second: Sequence[int]) -> list[int]:
@@ -159,15 +162,14 @@ class EngineCollector(Collector):
             for engine, totals in zip(self._engines, self._totals, strict=True):
                 family.add_metric(self._labels(engine), totals.counter(field), created=self._created_s)
             yield family
-        for field, what in _BY_MISS_REASON.items():
-            yield self._by_miss_reason(field, what)
+        for field, (what, reasons) in _BY_REASON.items():
+            yield self._by_reason(field, what, reasons)
         for name, (field, what) in _SENT.items():
             yield self._of_client(name, what, field)
         yield self._of_client("engine_restarts", "How often a new engine was found.", "num_restarts")
         yield self._step_tokens()
         yield from self._block_residency()
         yield self._dropped_messages()
-        yield self._dropped_kv_events()
         yield self._cache_config()
 
     def _labels(self, engine: EngineClient, *more: str) -> tuple[str, ...]:
@@ -201,11 +203,11 @@ class EngineCollector(Collector):
             encoder.add_metric(labels, _encoder_cache_usage(stats) if stats else 0)
         yield from (up, running, waiting, by_reason, usage, kept, encoder)
 
-    def _by_miss_reason(self, field: str, what: str) -> Metric:
+    def _by_reason(self, field: str, what: str, reasons: Sequence[str]) -> Metric:
         family = CounterMetricFamily(PREFIX + field, what, labels=("model_name", "engine", "reason"))
         for engine, totals in zip(self._engines, self._totals, strict=True):
             counts = totals.by_reason(field)
-            for reason in _MISS_REASONS:
+            for reason in reasons:
                 family.add_metric(self._labels(engine, reason), counts[reason], created=self._created_s)
         return family
 
@@ -246,17 +248,6 @@ class EngineCollector(Collector):
                 for reason, count in sorted(counts.items()):
                     labels = self._labels(engine, receiver, reason)
                     family.add_metric(labels, count, created=self._created_s)
-        return family
-
-    def _dropped_kv_events(self) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "kv_event_batches_dropped",
-            "Batches of KV cache events that were not published, or found a subscriber that did not read.",
-            labels=("model_name", "engine", "reason"),
-        )
-        for engine, totals in zip(self._engines, self._totals, strict=True):
-            for reason, count in sorted(totals.dropped_kv_events.items()):
-                family.add_metric(self._labels(engine, reason), count, created=self._created_s)
         return family
 
     def _cache_config(self) -> Metric:

@@ -330,7 +330,6 @@ async def test_an_engine_that_drains_is_still_counted(tmp_path: Path) -> None:
 def test_totals_of_an_engine_never_seen_are_zero() -> None:
     totals = EngineTotals()
     assert totals.counter("steps") == 0 and sum(totals.step_tokens) == 0 and not totals.dropped_messages
-    assert not totals.dropped_kv_events
 
 
 def snapshot(epoch: int, numbers: int, *, watches_blocks: bool = True) -> EngineSnapshot:
@@ -352,7 +351,7 @@ def test_totals_add_up_over_an_engines_lives() -> None:
     assert totals.block_residency == {"lifetime": Durations([5 + 4, 1 + 1], 2.5 + 2)}
     assert totals.dropped_messages == {"body": 5 + 1 + 4}
     assert totals.by_reason("prefix_cache_misses") == {"diverged": 5 + 1 + 4, "evicted": 1 + 1 + 1}
-    assert totals.dropped_kv_events == {"queue_full": 5 + 1 + 4}
+    assert totals.by_reason("kv_event_batches_dropped") == {"queue_full": 5 + 1 + 4}
 
 
 async def test_blocks_that_are_watched_have_families_of_their_own() -> None:
