@@ -44,6 +44,7 @@ _FIRST_REMINDER_S = 0.5
 _LAST_REMINDER_S = 60.0
 _STOP_TIMEOUT_S = 2.0
 _LINGER_MS = 500
+_MAX_REQUEST_BYTES = 4096
 _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
@@ -132,6 +133,8 @@ class KVEventPublisher:
         made = self._context.socket(kind)
         made.setsockopt(zmq.SNDHWM, queue_messages)
         made.setsockopt(zmq.LINGER, _LINGER_MS)
+        # Of what comes in: subscriptions and requests.
+        made.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         made.setsockopt(zmq.IPV6, int("[" in endpoint))
         return made
 

@@ -153,7 +153,11 @@ class KVEventSubscriber:
             interrupted = True
         if interrupted:
             self._was_interrupted = True
-            self._check()
+            if self._asked is None:
+                self._check()
+            else:
+                # Whoever was asked may be gone, and what has come of the answer be out of date.
+                self._ask_anew(self._asked)
 
     def _take_live(self) -> None:
         while True:
@@ -220,11 +224,14 @@ class KVEventSubscriber:
             self._check()
             return
         self.num_unanswered += 1
+        self._ask_anew(self._asked)
+
+    def _ask_anew(self, what: ReplayRequest | SnapshotRequest) -> None:
         # A new socket: what comes as an answer after all is not taken for one to what is asked now.
         assert self._dealer is not None
         self._dealer.close(linger=0)
         self._dealer = None
-        self._ask(self._asked)
+        self._ask(what)
 
     def _check(self) -> None:
         """Ask whether this is all, and still the same engine."""

@@ -173,6 +173,21 @@ def test_a_peer_that_was_restarted_has_nothing_yet(peer: Peer, subscribe: Callab
     assert follow(subscriber, peer, 2) == [AllBlocksCleared(), 0, 1, 2] and subscriber.is_complete
 
 
+def test_whoever_was_restarted_before_it_answered_is_asked_again(
+    peer: Peer, subscribe: Callable[..., KVEventSubscriber]
+):
+    subscriber = subscribe(peer.endpoint, peer.replay_endpoint)
+    peer.let_subscribe()
+    assert subscriber.receive(0.05) == []
+    peer.close()
+    peer.start()
+    while not peer.has_news():
+        assert subscriber.receive(0.02) == []
+    peer.publish(0)
+    assert follow(subscriber, peer, 0) == [0]
+    assert subscriber.num_unanswered == 0
+
+
 def test_what_is_no_batch_is_counted_and_told(peer: Peer, subscribe: Callable[..., KVEventSubscriber]):
     subscriber = subscribe(peer.endpoint)
     peer.let_subscribe()
