@@ -36,7 +36,8 @@ class CountingEngine(ScriptedEngine):
     async def stats(self, timeout_s: float) -> EngineSnapshot:
         numbers: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 1)
         numbers["step_tokens"] = [1] * (len(STEP_TOKENS_BOUNDS) + 1)
-        for field in ("block_residency", "prefix_cache_misses", "prefix_cache_missed_tokens", "kv_event_batches_dropped"):
+        by_reason = ("prefix_cache_misses", "prefix_cache_missed_tokens", "kv_event_batches_dropped")
+        for field in ("block_residency", *by_reason):
             numbers[field] = {}
         return EngineSnapshot(1, EngineStats(**numbers), {"body": 1})
 
