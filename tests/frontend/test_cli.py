@@ -228,6 +228,13 @@ def test_settings_of_kv_events_that_cannot_be(text: str, message: str) -> None:
         published_kv_events(text)
 
 
+def test_isolation_by_keys_that_nobody_is_asked_for() -> None:
+    said = one_line(foreword("serve", "--cache-isolation", "api-key"))
+    assert said.startswith("foreword: --cache-isolation api-key")
+    assert API_KEY_ENV in said
+    assert "'none', 'salt', 'api-key'" in one_line(foreword("serve", "--cache-isolation", "key"))
+
+
 def test_a_log_format_that_does_not_exist() -> None:
     assert "xml" in one_line(foreword("serve", "--log-format", "xml"))
     assert "xml" in one_line(foreword("serve", environment={LOG_FORMAT_ENV: "xml"}))
