@@ -66,12 +66,6 @@ def asked_salt(cache_salt: CacheSalt | None) -> AskedSalt:
     return AskedSalt(cache_salt)
 
 
-def cache_salt_spans(salt: str | None) -> tuple[ExtraKeySpan, ...]:
-    """The extra keys that isolate a request by `salt` from the beginning. Raises as `asked_salt`."""
-    asked = asked_salt(salt).salt
-    return () if asked is None else salt_spans([PlacedSalt(asked)], 1, {})
-
-
 def salt_spans(
     salts: Sequence[PlacedSalt], num_tokens: int, places: Mapping[Place, TokenRange]
 ) -> tuple[ExtraKeySpan, ...]:

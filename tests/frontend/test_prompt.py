@@ -14,7 +14,7 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from frontend.prompt.cache_salt import cache_salt_spans
+from frontend.prompt.cache_salt import PlacedSalt, asked_salt, salt_spans
 from frontend.prompt.chat import Chat, ChatMessage
 from frontend.prompt.chat_template import ChatTemplate, chat_template_of
 from frontend.prompt.errors import ChatTemplateError, PromptError, PromptTooLongError
@@ -194,9 +194,10 @@ async def test_a_prompt_nobody_waits_for_any_more_is_not_tokenized(chat_tokenize
 @pytest.mark.parametrize("salt", ["", "x" * 129, "a@b", "a/b", "a\\b", "a\0b"])
 def test_salts_that_are_refused(salt: str) -> None:
     with pytest.raises(PromptError, match="cache_salt"):
-        cache_salt_spans(salt)
+        asked_salt(salt)
 
 
 def test_a_salt_marks_the_first_token() -> None:
-    assert cache_salt_spans(None) == ()
-    assert cache_salt_spans("x" * 128) == (ExtraKeySpan(0, 1, "cache_salt", "x" * 128),)
+    salt = asked_salt("x" * 128).salt
+    assert salt is not None and asked_salt(None).salt is None
+    assert salt_spans([PlacedSalt(salt)], 1, {}) == (ExtraKeySpan(0, 1, "cache_salt", "x" * 128),)
