@@ -89,7 +89,7 @@ def test_hits_end_inside_blocks(name: str, model_directory: GetDirectory, refere
     longest = max(references(name), key=lambda reference: len(reference.prompt_token_ids))
     reference, prompt = first_tokens(longest, MIN_COMPARED_TOKENS), longest.prompt_token_ids
     for num_tokens in (1, 7, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 5, len(prompt) - 1):
-        assert engine.reset_prefix_cache().is_done
+        assert engine.reset_prefix_cache().num_blocks_in_use == 0
         run_prompts(engine, [prompt[:num_tokens]], 1)
         runs = run_prompts(engine, [prompt], MIN_COMPARED_TOKENS)
         check_equal([reference], runs)

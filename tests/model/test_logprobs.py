@@ -135,7 +135,7 @@ def test_prompt_logprobs_survive_preemption(model_directory: Callable[[str], Pat
         engine.add_request(make_request(str(k), prompt, prompt_logprobs=1))
     for _ in range(3):
         assert engine.step().outputs == []
-    assert engine.reset_prefix_cache(reset_running_requests=True).is_done
+    assert engine.reset_prefix_cache(reset_running_requests=True).num_blocks_in_use == 0
     outputs = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step().outputs}
