@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ipc.messages import RequestError
+from ipc.messages import CacheProbe, RequestError
 from ipc.stats import PrefixCacheReset
 
 from .request import Request
@@ -48,6 +48,15 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Without `relative_end` no explanation is wanted. `answer` is as `Reset`'s."""
+
+    request: Request
+    relative_end: int | None
+    answer: Callable[[CacheProbe], None]
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotKVCache:
     """A consumer of KV events wants to know all that is there."""
 
@@ -62,4 +71,4 @@ class Drain:
     """No `Add` follows."""
 
 
-Command: TypeAlias = Add | Supply | Abort | AbortContinuations | Reset | SnapshotKVCache | Stop | Drain
+Command: TypeAlias = Add | Supply | Abort | AbortContinuations | Reset | Probe | SnapshotKVCache | Stop | Drain

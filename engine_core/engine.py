@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ipc.kv_events import KVEvent
-from ipc.messages import EngineCapabilities, EngineOutputs, EngineRequest, RequestError, WantedFeature
+from ipc.messages import CacheProbe, EngineCapabilities, EngineOutputs, EngineRequest, RequestError, WantedFeature
 from ipc.stats import EngineStats, PrefixCacheReset
 
 from .admission import AdmissionGate
@@ -23,6 +23,7 @@ from .errors import InvalidConfigError, InvalidRequestError
 from .feature_checks import FeatureLimits, check_features, check_inputs
 from .features import FeatureManager
 from .kv_cache import BlockHasher, BlockResidency, KVCacheManager
+from .kv_cache.explain import explain_cache, probe_cache
 from .kv_cache.groups import longest_sequence, most_blocks
 from .kv_events.describe import EventDescriber
 from .kv_events.recorder import KVEventRecorder
@@ -303,6 +304,28 @@ class EngineCore:
         of all that is there. Empty unless `kv_events_config` enables them.
         """
         return [] if self.kv_recorder is None else self.kv_describer.events(self.kv_recorder.take())
+
+    def probe(self, request: EngineRequest) -> CacheProbe:
+        """What `request` would find in the prefix cache, if it were added and admitted now. Changes nothing.
+
+        Raises:
+            InvalidRequestError: it can never run here.
+        """
+        return self.probe_prepared(self.prepare_request(request), None)
+
+    def explain(self, request: EngineRequest, *, relative_end: int = 0) -> CacheProbe:
+        """The same with its `explanation`: where its longest cached relative goes on differently, and how, up to token
+        `relative_end` of the sequence, or for some tokens if those are fewer.
+
+        Raises:
+            InvalidRequestError: it can never run here.
+        """
+        return self.probe_prepared(self.prepare_request(request), relative_end)
+
+    def probe_prepared(self, request: Request, relative_end: int | None) -> CacheProbe:
+        """`probe`, or `explain` if there is a `relative_end`, of what `prepare_request` returned."""
+        kv = self._scheduler.kv
+        return probe_cache(kv, request) if relative_end is None else explain_cache(kv, request, relative_end)
 
     def stats(self) -> EngineStats:
         """Any thread may ask at any time. During a step every number is true, but not all are of the same instant."""

@@ -33,6 +33,8 @@ from ipc.drops import DropCounter
 from ipc.messages import (
     AbortRequests,
     AddRequest,
+    CacheProbe,
+    CacheProbed,
     EngineCapabilities,
     EngineMessage,
     EngineOutputs,
@@ -43,6 +45,7 @@ from ipc.messages import (
     Heartbeat,
     Hello,
     PrefixCacheWasReset,
+    ProbeCache,
     Refused,
     RequestError,
     RequestOutput,
@@ -56,7 +59,7 @@ from ipc.messages import (
 from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
 from ipc.stats import EngineStats, PrefixCacheReset
 
-from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, Stop, Supply
+from .commands import Abort, AbortContinuations, Add, Command, Drain, Probe, Reset, Stop, Supply
 from .frontend_requests import FrontendRequests
 from .frontend_session import FrontendLostError, FrontendSession, send
 from .request import Request
@@ -265,6 +268,8 @@ class FrontendLink:
             self._enqueue(frontend, Stats(message.call_id, self._stats(), dict(self.drops.counts)))
         elif isinstance(message, ResetPrefixCache):
             self._commands.put(Reset(message.reset_running_requests, self._answer_reset(frontend, message.call_id)))
+        elif isinstance(message, ProbeCache):
+            self._probe(frontend, message)
 
     def _is_next(self, frontend: FrontendSession, sequence: int) -> bool:
         """Whether this message is to be taken. One that shows that others were lost ends the session."""
@@ -330,6 +335,18 @@ class FrontendLink:
             self._wake()
 
         return answer
+
+    def _probe(self, frontend: FrontendSession, message: ProbeCache) -> None:
+        def answer(probe: CacheProbe) -> None:
+            self._answers.append((frontend, CacheProbed(message.call_id, probe)))
+            self._wake()
+
+        prepared = self._requests.prepare(message.request)
+        if isinstance(prepared, RequestError):
+            self._enqueue(frontend, CacheProbed(message.call_id, error=prepared))
+        else:
+            relative_end = message.relative_end if message.explain else None
+            self._commands.put(Probe(prepared, relative_end, answer))
 
     def _abort(self, frontend: FrontendSession, own_ids: Iterable[str]) -> None:
         if engine_ids := self._requests.remove(frontend, own_ids):

@@ -57,17 +57,22 @@ class FrontendRequests:
         if own_id in frontend.engine_ids:
             return RequestError("invalid", "request_id: belongs to an unfinished request", "request_id")
         engine_id = f"{next(self._serial)}:{own_id}"
+        prepared = self.prepare(msgspec.structs.replace(request, request_id=engine_id))
+        if isinstance(prepared, Request):
+            frontend.engine_ids[own_id] = engine_id
+            self._entries[engine_id] = _Entry(frontend, own_id)
+        return prepared
+
+    def prepare(self, request: EngineRequest) -> Request | RequestError:
+        """The request, checked and hashed, not to be computed; or why it could not be."""
         try:
-            prepared = self._prepare_request(msgspec.structs.replace(request, request_id=engine_id))
+            return self._prepare_request(request)
         except InvalidRequestError as error:
             return RequestError("invalid", str(error), error.param)
         except Exception as error:
-            logger.exception("prepare_failed request_id=%r", own_id)
+            logger.exception("prepare_failed request_id=%.300r", request.request_id)
             message = f"the request could not be prepared: {type(error).__name__}: {error}"
             return RequestError("internal", message[:_MAX_REASON_CHARS])
-        frontend.engine_ids[own_id] = engine_id
-        self._entries[engine_id] = _Entry(frontend, own_id)
-        return prepared
 
     def remove(self, frontend: FrontendSession, own_ids: Iterable[str]) -> list[str]:
         """The engine's ids of those that were unfinished."""

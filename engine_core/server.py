@@ -37,7 +37,7 @@ from ipc.process import (
 from ipc.sockets import check_listenable
 from ipc.stats import EngineStats
 
-from .commands import Abort, AbortContinuations, Add, Command, Drain, Reset, SnapshotKVCache, Stop, Supply
+from .commands import Abort, AbortContinuations, Add, Command, Drain, Probe, Reset, SnapshotKVCache, Stop, Supply
 from .config import EngineConfig
 from .errors import EngineOverloadedError, InvalidConfigError
 from .frontend_link import FrontendLink, LinkSettings
@@ -182,7 +182,7 @@ class EngineCoreServer:
             stats, kv_event_batches=publisher.num_batches, kv_event_batches_dropped=publisher.dropped_batches
         )
 
-    def _obey(self, command: Add | Supply | Abort | AbortContinuations | Reset | SnapshotKVCache | Drain) -> None:
+    def _obey(self, command: Add | Supply | Abort | AbortContinuations | Reset | Probe | SnapshotKVCache | Drain) -> None:
         if isinstance(command, Add):
             self._add(command.request)
         elif isinstance(command, Supply):
@@ -191,6 +191,8 @@ class EngineCoreServer:
             self.engine.abort_requests(command.request_ids)
         elif isinstance(command, AbortContinuations):
             self.engine.abort_continuations(command.continuations)
+        elif isinstance(command, Probe):
+            command.answer(self.engine.probe_prepared(command.request, command.relative_end))
         elif isinstance(command, Drain):
             self._drain_ends_s = time.monotonic() + self._drain_timeout_s
             logger.info("engine_draining timeout_s=%g", self._drain_timeout_s)

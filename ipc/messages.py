@@ -194,6 +194,33 @@ class CacheReport(Struct, array_like=True, frozen=True):
     num_kept_tokens: tuple[int, ...] = ()
 
 
+class CacheExplanation(Struct, array_like=True, frozen=True):
+    """Where what is cached and a request part: `token_index` is the first token of the request that was lost, or that
+    its longest cached relative has not.
+
+    `relative_token_ids` are how the relative goes on from there, none where it ends or is not known;
+    `differing_kind` is the kind of the extra key that sets them apart, where the tokens do not. `lost_since_s`: when
+    what comes next was evicted or reset, on the wall clock.
+    """
+
+    token_index: int
+    relative_token_ids: list[int] = []
+    differing_kind: str | None = None
+    lost_since_s: float | None = None
+
+
+class CacheProbe(Struct, array_like=True, frozen=True):
+    """What a request would find in a prefix cache now: `num_hit_tokens` of its prompt, `num_copied_tokens` of them
+    copied from the beginning of a block. `tier_tokens` says where all of them are.
+    """
+
+    num_hit_tokens: int
+    num_copied_tokens: int
+    tier_tokens: dict[str, int]
+    miss_reason: MissReason
+    explanation: CacheExplanation | None = None
+
+
 class RequestError(Struct, array_like=True, frozen=True):
     """Why a request ended without a result.
 
@@ -381,6 +408,27 @@ class PrefixCacheWasReset(Struct, array_like=True, tag="prefix_cache_was_reset",
     result: PrefixCacheReset
 
 
+class ProbeCache(Struct, array_like=True, tag="probe_cache", frozen=True):
+    """Frontend → engine: what would `request` find, between this step and the next? Answered by `CacheProbed`.
+
+    Nothing is computed or changed. With `explain`, how its longest cached relative goes on is told as well, up to token
+    `relative_end` of the sequence.
+    """
+
+    call_id: int
+    request: EngineRequest
+    explain: bool = False
+    relative_end: int = 0
+
+
+class CacheProbed(Struct, array_like=True, tag="cache_probed", frozen=True):
+    """Engine → frontend. `error` says why the request could never run here; without it there is a `probe`."""
+
+    call_id: int
+    probe: CacheProbe | None = None
+    error: RequestError | None = None
+
+
 class WantedFeature(Struct, array_like=True, frozen=True):
     """The feature `key` of the request `request_id`, whose inputs the engine needs."""
 
@@ -413,5 +461,9 @@ class EngineOutputs(Struct, array_like=True, tag="outputs"):
     outputs: list[RequestOutput] = field(default_factory=list)
 
 
-FrontendMessage = Hello | AddRequest | SupplyFeature | AbortRequests | GetStats | ResetPrefixCache | Heartbeat | Goodbye
-EngineMessage = Welcome | Refused | EngineOutputs | WantFeatures | Stats | PrefixCacheWasReset | Heartbeat | Goodbye
+FrontendMessage = (
+    Hello | AddRequest | SupplyFeature | AbortRequests | GetStats | ResetPrefixCache | ProbeCache | Heartbeat | Goodbye
+)
+EngineMessage = (
+    Welcome | Refused | EngineOutputs | WantFeatures | Stats | PrefixCacheWasReset | CacheProbed | Heartbeat | Goodbye
+)

@@ -41,7 +41,7 @@ Content = bytes | KeyedContent
 # The kind of extra key that keeps tenants apart.
 SALT = "cache_salt"
 
-_NOWHERE = 1 << 62
+NOWHERE = 1 << 62
 
 
 def block_contents(
@@ -92,15 +92,28 @@ def _with_spans(tokens: Content, overlapping: Iterable[ExtraKeySpan], start: int
     return KeyedContent(tokens, tuple(spans)) if spans else tokens
 
 
-def salts_before(content: Content, end: int) -> list[KeySpan]:
-    """The salts that cover tokens before `end`, as they stand there."""
-    if isinstance(content, bytes):
-        return []
-    return [span._replace(end=min(span.end, end)) for span in content.spans if span.kind == SALT and span.start < end]
+def tokens_of(content: Content) -> bytes:
+    """Its token ids as bytes, without extra keys."""
+    return content if isinstance(content, bytes) else content.tokens
 
 
 def num_content_tokens(content: Content) -> int:
-    return len(content if isinstance(content, bytes) else content.tokens) // TOKEN_BYTES
+    return len(tokens_of(content)) // TOKEN_BYTES
+
+
+def spans_at(content: Content, place: int) -> list[KeySpan]:
+    """The spans that cover a token."""
+    spans = () if isinstance(content, bytes) else content.spans
+    return [span._replace(end=place + 1) for span in spans if span.start <= place < span.end]
+
+
+def salts_of(content: Content) -> list[KeySpan]:
+    return [] if isinstance(content, bytes) else [span for span in content.spans if span.kind == SALT]
+
+
+def salts_before(content: Content, end: int) -> list[KeySpan]:
+    """The salts that cover tokens before `end`, as they stand there."""
+    return [span._replace(end=min(span.end, end)) for span in salts_of(content) if span.start < end]
 
 
 def num_common_tokens(one: Content, other: Content) -> int:
@@ -120,7 +133,7 @@ def num_common_tokens(one: Content, other: Content) -> int:
 def _first_difference(one: Sequence[KeySpan], other: Sequence[KeySpan]) -> int:
     """The first token that is not covered by equal spans on both sides."""
     one_ends, other_ends = _ends(one), _ends(other)
-    first = _NOWHERE
+    first = NOWHERE
     for where in one_ends.keys() | other_ends.keys():
         # As if all that are missing ended before they began: of equal spans there may be several.
         ends = zip_longest(one_ends.get(where, ()), other_ends.get(where, ()), fillvalue=max(0, where[1]))

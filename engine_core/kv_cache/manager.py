@@ -18,7 +18,7 @@ from .block_content import num_common_tokens, partial_content
 from .block_pool import BlockPool
 from .block_table import BlockTable
 from .groups import first_visible_block, most_blocks
-from .miss_reason import why_missed
+from .miss_reason import examine_miss
 from .prefix_hit import PrefixHit, Tail, find_hit
 from .prefix_tree import PrefixNode, PrefixTree
 from .residency import BlockResidency, ObservedBlockPool
@@ -145,7 +145,7 @@ class KVCacheManager:
 
     def why_missed(self, request: Request, hit: PrefixHit) -> MissReason:
         """Why `hit`, just found and not yet allocated, is no longer; see `miss_reason`."""
-        return why_missed(self, request, hit)
+        return examine_miss(self, request, hit).reason
 
     def most_hit_tokens(self, request: Request) -> int:
         """How long a hit can be, whatever is cached: some of the request has to be computed."""

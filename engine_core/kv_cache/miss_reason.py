@@ -1,20 +1,22 @@
 """Why the prefix cache did no more for a request: told from what the lookup has seen, at little more cost.
 
-What is told of relatives is what the request's own salt lets it find: children of a node under other salts do not
-exist for it.
+What is told of relatives is what the request's own salts let it find: what goes on under other salts does not exist
+for it.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine_core.request import Request
 from ipc.messages import MissReason
 
 from .block_content import Content, num_content_tokens, partial_content, salts_before
-from .prefix_hit import PrefixHit
-from .prefix_tree import PrefixNode
+from .lost_blocks import Loss
+from .prefix_hit import PrefixHit, Tail
+from .prefix_tree import PrefixNode, PrefixTree
 
 if TYPE_CHECKING:
     from .manager import KVCacheManager
@@ -23,56 +25,44 @@ if TYPE_CHECKING:
 _MAX_LOOKED_AT = 64
 
 
-def why_missed(kv: KVCacheManager, request: Request, hit: PrefixHit) -> MissReason:
-    """Why `hit`, just found for all tokens of `request`, is no longer.
+class Relative(NamedTuple):
+    """What is cached behind the whole blocks that a request found, and begins with `num_common` tokens of it.
 
-    O(log children + block size). Blocks count as lost if they were so lately (`LostBlocks`), and only whole ones.
+    `node` is None for what a running request has not filled yet.
     """
-    if not kv.enable_caching:
-        return "cache_disabled"
-    if not request.read_prefix_cache:
-        return "read_disabled"
-    if hit.num_tokens >= kv.most_hit_tokens(request):
-        return "none"
-    num_whole = hit.num_whole_blocks
-    if num_whole < len(request.block_hashes):
-        if kv.pool.tree.num_known(request.block_hashes[num_whole : num_whole + 1]):
-            # A node without the blocks it once had, as its descendants show. Or those of a window were never kept.
-            return "evicted" if kv.window_retention == "all" or kv.windows == (None,) else "continued"
-        if (loss := kv.pool.lost.find(request.block_hashes[num_whole])) is not None:
-            return loss.why
-    return _what_relatives_have(kv, request, hit)
+
+    content: Content
+    node: PrefixNode | None
+    num_common: int
 
 
-def _what_relatives_have(kv: KVCacheManager, request: Request, hit: PrefixHit) -> MissReason:
-    num_whole, size = hit.num_whole_blocks, kv.block_size
-    start = num_whole * size
-    parent = hit.nodes[-1] if num_whole else kv.pool.tree.root
-    own = partial_content(
-        request.token_ids, request.extra_key_spans, start, min(start + size, request.num_tokens), size
-    )
-    relative, num_common = None if hit.tail is None else hit.tail.content, hit.num_copied_tokens
-    if relative is None or not may_hear_of(own, relative, num_common):
-        relative, num_common = closest_relative(kv, parent, own, _MAX_LOOKED_AT)
-    if relative is not None and start + num_common > 0:
-        if start + num_common >= kv.most_hit_tokens(request):
-            return "block_boundary"
-        if num_common == num_content_tokens(relative):
-            return "continued" if start + num_common <= hit.num_tokens else "block_boundary"
-        return "diverged"
-    return "continued" if hit.num_tokens else "not_found"
-
-
-def closest_relative(
-    kv: KVCacheManager, parent: PrefixNode, own: Content, max_looked_at: int
-) -> tuple[Content | None, int]:
-    """The child of `parent` that begins most like `own`, of those that its sender may hear of, and how many tokens they
-    share. Of `max_looked_at` children that begin most like it.
+class Miss(NamedTuple):
+    """Why a hit was no longer, and the first token of the request that something is to be said about: it was lost, or
+    the relative goes on differently.
     """
-    for node, num_common in itertools.islice(kv.pool.tree.alike(parent, own), max_looked_at):
+
+    reason: MissReason
+    token_index: int
+    relative: Relative | None = None
+    loss: Loss | None = None
+
+
+FindRelative = Callable[[PrefixTree, PrefixNode, Content, Tail | None], Relative | None]
+
+
+def find_relative(tree: PrefixTree, parent: PrefixNode, own: Content, tail: Tail | None) -> Relative | None:
+    """What was copied from, or the child of `parent` that begins most like `own`, if its sender may hear of it."""
+    if tail is not None and may_hear_of(own, tail.content, tail.num_slots):
+        return relative_of_tail(tail)
+    for node, num_common in itertools.islice(tree.alike(parent, own), _MAX_LOOKED_AT):
         if may_hear_of(own, node.content, num_common):
-            return node.content, num_common
-    return None, 0
+            return Relative(node.content, node, num_common)
+    return None
+
+
+def relative_of_tail(tail: Tail) -> Relative:
+    node = tail.blocks[0].node if tail.blocks[0].is_filled else None
+    return Relative(tail.content, node, tail.num_slots)
 
 
 def may_hear_of(own: Content, relative: Content, num_common: int) -> bool:
@@ -80,3 +70,43 @@ def may_hear_of(own: Content, relative: Content, num_common: int) -> bool:
     cover both up to there.
     """
     return salts_before(own, num_common + 1) == salts_before(relative, num_common + 1)
+
+
+def examine_miss(kv: KVCacheManager, request: Request, hit: PrefixHit, find: FindRelative = find_relative) -> Miss:
+    """Why `hit`, just found for all tokens of `request` and not allocated yet, is no longer.
+
+    O(log children + block size), with the default for `find`. Only whole blocks are known to be lost, as long as they
+    are remembered (`LostBlocks`).
+    """
+    if not kv.enable_caching:
+        return Miss("cache_disabled", 0)
+    if not request.read_prefix_cache:
+        return Miss("read_disabled", 0)
+    most = kv.most_hit_tokens(request)
+    if hit.num_tokens >= most:
+        return Miss("none", hit.num_tokens)
+    tree, num_whole, size = kv.pool.tree, hit.num_whole_blocks, kv.block_size
+    if num_whole < len(request.block_hashes):
+        next_hash = request.block_hashes[num_whole]
+        loss = kv.pool.lost.find(next_hash)
+        if tree.num_known((next_hash,)):
+            # A node without the blocks it once had, as its descendants show. Or those of a window were never kept.
+            was_kept = kv.window_retention == "all" or kv.windows == (None,)
+            return Miss("evicted" if was_kept else "continued", hit.num_tokens, loss=loss)
+        if loss is not None:
+            return Miss(loss.why, hit.num_tokens, loss=loss)
+    start = num_whole * size
+    end = min(start + size, request.num_tokens)
+    own = partial_content(request.token_ids, request.extra_key_spans, start, end, size)
+    relative = find(tree, hit.nodes[-1] if num_whole else tree.root, own, hit.tail)
+    # What was copied may have come from where a foreign salt begins behind it; who may be heard of has less in common.
+    if relative is None or start + relative.num_common < max(1, hit.num_tokens):
+        return Miss("continued" if hit.num_tokens else "not_found", hit.num_tokens)
+    place = start + relative.num_common
+    if place >= most:
+        reason: MissReason = "block_boundary"
+    elif relative.num_common == num_content_tokens(relative.content):
+        reason = "continued" if place <= hit.num_tokens else "block_boundary"
+    else:
+        reason = "diverged"
+    return Miss(reason, place, relative)

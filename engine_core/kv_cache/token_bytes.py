@@ -34,6 +34,14 @@ def token_id_bytes(token_ids: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
+def token_ids_of(data: bytes) -> list[int]:
+    """What `token_id_bytes` was given."""
+    ids = array("I", data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
 def own_token_bytes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """For each block, in Foreword's own layout. `token_ids` fill whole blocks.
 

@@ -1,0 +1,231 @@
+"""`EngineCore.probe` and `explain`: what a request would find, and where its longest cached relative parts from it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from engine_core import EngineConfig, EngineCore, EngineRequest, ExtraKeySpan, InvalidRequestError, SamplingParams
+from ipc.messages import CacheExplanation, CacheProbe
+from tests.checking_runner import CheckingRunner
+
+B = 4
+_ids = itertools.count()
+
+
+def make_engine(num_blocks: int = 64, windows: tuple[int | None, ...] = (None,), **config) -> EngineCore:
+    return EngineCore(EngineConfig(block_size=B, **config), CheckingRunner(num_blocks, B, windows=windows))
+
+
+def make(
+    tokens: Sequence[int], *, salts: Sequence[tuple[int, str]] = (), max_tokens: int = 1, spans=(), **fields
+) -> EngineRequest:
+    """`salts`: from which token on, and which."""
+    salt_spans = tuple(ExtraKeySpan(at, at + 1, "cache_salt", salt) for at, salt in salts)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(f"r{next(_ids)}", list(tokens), params, extra_key_spans=(*salt_spans, *spans), **fields)
+
+
+def run(engine: EngineCore, request: EngineRequest) -> list[int]:
+    """Computes the request; the tokens that steps have computed of it."""
+    engine.add_request(request)
+    tokens = list(request.prompt_token_ids)
+    while engine.has_unfinished_requests():
+        for output in engine.step().outputs:
+            tokens += output.new_token_ids
+    return tokens[:-1]
+
+
+def prompt(first: int, num_tokens: int) -> list[int]:
+    return list(range(first, first + num_tokens))
+
+
+def explain(engine: EngineCore, request: EngineRequest, **options) -> tuple[CacheProbe, CacheExplanation]:
+    probe = engine.explain(request, **options)
+    assert probe.explanation is not None
+    return probe, probe.explanation
+
+
+def state_of(engine: EngineCore) -> tuple:
+    pool = engine._scheduler.kv.pool
+    blocks = [(block.ref_cnt, block.node, block.is_filled) for block in pool.blocks]
+    return [block.block_id for block in pool.free_queue], blocks, engine.stats()
+
+
+@pytest.mark.parametrize("policy", ["lru", "frequency"])
+def test_a_probe_foretells_the_hit_and_changes_nothing(policy: str):
+    engine = make_engine(num_blocks=24, eviction_policy=policy)
+    numbers = random.Random(1)
+    for _ in range(60):
+        tokens = prompt(100 * numbers.randrange(4), numbers.randint(1, 20)) + prompt(900, numbers.randint(0, 5))
+        request = make(tokens, max_tokens=numbers.randint(1, 6))
+        before = state_of(engine)
+        probe = engine.probe(request)
+        explained = engine.explain(request)
+        assert state_of(engine) == before
+        assert explained.explanation is not None and explained.num_hit_tokens == probe.num_hit_tokens
+        stats = engine.stats()
+        engine.add_request(request)
+        first = engine.step().outputs[0]
+        assert first.num_cached_tokens == probe.num_hit_tokens == probe.tier_tokens["device"]
+        assert first.cache is not None and first.cache.miss_reason == probe.miss_reason == explained.miss_reason
+        assert engine.stats().prefix_cache_copied - stats.prefix_cache_copied == probe.num_copied_tokens
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
+def test_what_can_never_run_is_not_probed():
+    with pytest.raises(InvalidRequestError, match="600 tokens"):
+        make_engine().probe(make(prompt(0, 600)))
+
+
+@pytest.mark.parametrize("place", range(1, 3 * B))
+def test_the_relative_is_shown_from_where_it_goes_on_differently(place: int):
+    engine = make_engine()
+    computed = run(engine, make(prompt(0, 5 * B), max_tokens=7))
+    probe, found = explain(engine, make(prompt(0, place) + prompt(500, 9)))
+    assert (probe.miss_reason, found.token_index, found.differing_kind) == ("diverged", place, None)
+    assert found.relative_token_ids == computed[place : place + 24]
+    _, found = explain(engine, make(prompt(0, place) + prompt(500, 9)), relative_end=place + 3)
+    assert found.relative_token_ids == computed[place : place + 24], "a few in any case"
+
+
+def test_as_much_of_the_relative_is_shown_as_is_wanted():
+    engine = make_engine()
+    computed = run(engine, make(prompt(0, 40 * B)))
+    assert len(computed) == 40 * B
+    _, found = explain(engine, make([0, 1, 777, 778]), relative_end=30 * B + 1)
+    assert found.relative_token_ids == computed[2 : 30 * B + 1]
+
+
+def test_where_the_relative_ended_there_is_nothing_to_show():
+    engine = make_engine()
+    computed = run(engine, make(prompt(0, 2 * B + 1)))
+    probe, found = explain(engine, make([*computed, 5, 6, 7, 8, 9]))
+    assert (probe.miss_reason, found.token_index, found.relative_token_ids) == ("continued", len(computed), [])
+
+
+def test_what_was_evicted_is_told_with_its_time():
+    engine = make_engine(num_blocks=8)
+    run(engine, make(prompt(0, 5 * B)))
+    run(engine, make(prompt(500, 6 * B)))
+    probe, found = explain(engine, make(prompt(0, 5 * B)))
+    assert probe.miss_reason == "evicted" and found.token_index == probe.num_hit_tokens
+    assert found.lost_since_s is not None
+    engine.reset_prefix_cache()
+    probe, later = explain(engine, make(prompt(500, 6 * B)))
+    assert probe.miss_reason == "reset"
+    assert later.lost_since_s is not None and later.lost_since_s >= found.lost_since_s
+
+
+@pytest.mark.parametrize("start", [0, B, B + 2])
+@pytest.mark.parametrize("kind", ["lora", "mm"])
+def test_a_key_that_differs_where_the_tokens_do_not_is_told_by_its_kind(start: int, kind: str):
+    engine = make_engine()
+
+    def spans(key: str) -> tuple[ExtraKeySpan, ...]:
+        return (ExtraKeySpan(start, None if kind == "lora" else start + B, kind, key),)
+
+    for other in range(20):
+        run(engine, make([*prompt(0, start), *prompt(500 + other, 9)]))
+    run(engine, make(prompt(0, 4 * B), spans=spans("a")))
+    probe, found = explain(engine, make(prompt(0, 4 * B), spans=spans("b")))
+    assert (found.token_index, found.differing_kind) == (start, kind) or start == 0
+    assert probe.num_hit_tokens == start
+    _, found = explain(engine, make(prompt(0, start) + prompt(900, 9)))
+    assert found.differing_kind is None
+
+
+def test_a_running_request_is_a_relative_as_far_as_it_is():
+    engine = make_engine()
+    engine.add_request(make(prompt(0, B + 3), max_tokens=50))
+    engine.step()
+    probe, found = explain(engine, make([*prompt(0, B + 2), 700, 701]))
+    assert (probe.miss_reason, found.token_index) == ("diverged", B + 2)
+    assert found.relative_token_ids[:1] == [B + 2]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a reference remembers of a request: all tokens that were computed, and its salts."""
+
+    tokens: list[int]
+    salts: tuple[tuple[int, str], ...]
+
+
+def compare(request: EngineRequest, salts: Sequence[tuple[int, str]], other: Computed) -> tuple[int, bool]:
+    """How many first tokens both have, salts included, and whether the request may hear of how the other goes on."""
+    pairs = zip(request.prompt_token_ids, other.tokens)
+    num = next((place for place, (one, two) in enumerate(pairs) if one != two), None)
+    if num is None:
+        num = min(len(request.prompt_token_ids), len(other.tokens))
+    hidden = min((at for at, _ in set(salts) ^ set(other.salts)), default=len(other.tokens) + 1)
+    return min(num, hidden), hidden > num
+
+
+@pytest.mark.parametrize("num_blocks", [24, 3000])
+@pytest.mark.parametrize("match_unit", ["token", "block"])
+def test_every_cause_is_true_and_nothing_under_another_salt_is_shown(num_blocks: int, match_unit: str):
+    """Beside a reference that compares with the tokens of all requests before, one by one."""
+    numbers = random.Random(num_blocks)
+    engine = make_engine(num_blocks, prefix_match_unit=match_unit)
+    before: list[Computed] = []
+    seen: dict[str, int] = {}
+    for _ in range(300):
+        salt = numbers.choice(["a", "b", None])
+        length = numbers.randint(0, 14)
+        # What is private is made of words of its own.
+        private = {"a": 300, "b": 600, None: 0}[salt]
+        shared = prompt(10 * numbers.randrange(3), length)
+        own = [private + numbers.randrange(3) for _ in range(numbers.randint(1, 12))]
+        salts = () if salt is None else ((0 if numbers.random() < 0.4 else length, salt),)
+        request = make(shared + own, salts=salts, max_tokens=numbers.randint(1, 8))
+        probe, found = explain(engine, request)
+        check_truth(engine, request, salts, probe, found, before, evicts=num_blocks < 100)
+        seen[probe.miss_reason] = seen.get(probe.miss_reason, 0) + 1
+        before.append(Computed(run(engine, request), salts))
+        if numbers.random() < 0.01 and num_blocks < 100:
+            engine.reset_prefix_cache()
+    assert {"diverged", "continued", "not_found"} <= seen.keys()
+    assert ("evicted" in seen) == (num_blocks < 100)
+
+
+def check_truth(
+    engine: EngineCore,
+    request: EngineRequest,
+    salts: Sequence[tuple[int, str]],
+    probe: CacheProbe,
+    found: CacheExplanation,
+    before: Sequence[Computed],
+    *,
+    evicts: bool,
+) -> None:
+    tokens, place = list(request.prompt_token_ids), found.token_index
+    compared = [(*compare(request, salts, other), other) for other in before]
+    following = [other.tokens[place:] for num, may_hear, other in compared if may_hear and num == place]
+    block_end = (probe.num_hit_tokens // B + 1) * B
+    match probe.miss_reason:
+        case "none":
+            assert probe.num_hit_tokens == len(tokens) - 1
+        case "diverged":
+            assert any(others and others[0] != tokens[place] for others in following)
+        case "block_boundary":
+            assert place > probe.num_hit_tokens and following
+        case "continued":
+            assert place == probe.num_hit_tokens
+        case "evicted" | "reset":
+            whole = [other.tokens for other in before if other.tokens[:block_end] == tokens[:block_end]]
+            assert whole and found.lost_since_s is not None
+        case "not_found":
+            assert place == probe.num_hit_tokens == 0
+    if not evicts and probe.miss_reason in ("diverged", "continued", "not_found"):
+        copies = engine.config.prefix_match_unit == "token"
+        longest = max((num for num, may_hear, _ in compared if copies or may_hear), default=0)
+        assert place == max(longest, probe.num_hit_tokens), "no relative has more in common"
+    if found.relative_token_ids:
+        shown = found.relative_token_ids
+        assert any(others[: len(shown)] == shown for others in following), "one who may be heard of goes on like this"
