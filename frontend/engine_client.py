@@ -23,6 +23,8 @@ from ipc.curve import FrontendKeys, check_security, why_no_handshake
 from ipc.drops import DropCounter
 from ipc.endpoints import check_endpoint
 from ipc.messages import (
+    CacheProbe,
+    CacheProbed,
     EngineCapabilities,
     EngineMessage,
     EngineOutputs,
@@ -33,7 +35,9 @@ from ipc.messages import (
     Heartbeat,
     Hello,
     PrefixCacheWasReset,
+    ProbeCache,
     Refused,
+    RequestError,
     ResetPrefixCache,
     Stats,
     WantFeatures,
@@ -42,10 +46,10 @@ from ipc.messages import (
 from ipc.stats import PrefixCacheReset
 
 from .engine_calls import EngineCalls, EngineSnapshot
-from .engine_errors import EngineUnavailableError
+from .engine_errors import EngineUnavailableError, RequestRefusedError
 from .engine_session import EngineSession
 from .feature_supply import FeatureSource
-from .in_flight import RequestsInFlight
+from .in_flight import RequestsInFlight, why_unsendable
 from .request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
@@ -210,6 +214,25 @@ class EngineClient:
             lambda call_id: self._ask(ResetPrefixCache(call_id, reset_running_requests)), timeout_s
         )
 
+    async def probe_cache(
+        self, request: EngineRequest, *, explain: bool = False, relative_end: int = 0, timeout_s: float
+    ) -> CacheProbe:
+        """What `request` would find in the engine's prefix cache, after its present step; see `ProbeCache`.
+
+        Raises:
+            EngineUnavailableError: as `stats`.
+            RequestRefusedError: the request could never run there, or cannot be sent.
+        """
+        try:
+            answer: CacheProbed = await self._calls.call(
+                lambda call_id: self._ask(ProbeCache(call_id, request, explain, relative_end)), timeout_s
+            )
+        except WireError as error:
+            raise RequestRefusedError(why_unsendable(request, error)) from error
+        if answer.probe is None:
+            raise RequestRefusedError(answer.error or RequestError("internal", "the engine gave no answer"))
+        return answer.probe
+
     def _ask(self, message: FrontendMessage) -> None:
         if not self.is_connected or self._session is None:
             raise EngineUnavailableError(self.down_reason)
@@ -329,6 +352,8 @@ class EngineClient:
             self._calls.answer(message.call_id, EngineSnapshot(epoch, message.stats, message.dropped_messages))
         elif isinstance(message, PrefixCacheWasReset):
             self._calls.answer(message.call_id, message.result)
+        elif isinstance(message, CacheProbed):
+            self._calls.answer(message.call_id, message)
         elif isinstance(message, Heartbeat):
             self.num_other_requests = message.num_other_requests
             if message.is_draining and self.state == "ready":

@@ -36,7 +36,7 @@ class RequestsInFlight:
         try:
             sent = session.send(AddRequest(request))
         except WireError as error:
-            raise RequestRefusedError(_why_unsendable(request, error)) from error
+            raise RequestRefusedError(why_unsendable(request, error)) from error
         if not sent:
             raise RequestRefusedError(RequestError("overloaded", "the engine does not keep up with taking requests"))
         self._session = session
@@ -96,7 +96,7 @@ class RequestsInFlight:
         self.supply.forget(request_id)
 
 
-def _why_unsendable(request: EngineRequest, error: WireError) -> RequestError:
+def why_unsendable(request: EngineRequest, error: WireError) -> RequestError:
     """Names the first field that cannot be sent even by itself; none if only all together are too large."""
     for name in request.__struct_fields__:
         try:

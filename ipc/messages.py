@@ -211,11 +211,13 @@ class CacheExplanation(Struct, array_like=True, frozen=True):
 
 class CacheProbe(Struct, array_like=True, frozen=True):
     """What a request would find in a prefix cache now: `num_hit_tokens` of its prompt, `num_copied_tokens` of them
-    copied from the beginning of a block. `tier_tokens` says where all of them are.
+    copied from the beginning of a block; so many of the first of them as `num_kept_tokens` are kept for a time.
+    `tier_tokens` says where all of them are.
     """
 
     num_hit_tokens: int
     num_copied_tokens: int
+    num_kept_tokens: int
     tier_tokens: dict[str, int]
     miss_reason: MissReason
     explanation: CacheExplanation | None = None

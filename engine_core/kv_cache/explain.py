@@ -7,12 +7,13 @@ what they hold, decides nothing here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.request import Request
 from ipc.messages import CacheExplanation, CacheProbe, MissReason
 
+from .block import KVCacheBlock
 from .block_content import (
     NOWHERE,
     Content,
@@ -45,7 +46,7 @@ _MAX_CHILDREN = 64
 def probe_cache(kv: KVCacheManager, request: Request) -> CacheProbe:
     """What `request`, which has not been added, would find now."""
     hit = kv.get_computed_blocks(request)
-    return _probe_of(hit, examine_miss(kv, request, hit).reason)
+    return _probe_of(kv, hit, examine_miss(kv, request, hit).reason)
 
 
 def explain_cache(kv: KVCacheManager, request: Request, relative_end: int) -> CacheProbe:
@@ -66,17 +67,26 @@ def explain_cache(kv: KVCacheManager, request: Request, relative_end: int) -> Ca
         differing_kind=kind,
         lost_since_s=None if miss.loss is None else miss.loss.since_s,
     )
-    return _probe_of(hit, miss.reason, explanation)
+    return _probe_of(kv, hit, miss.reason, explanation)
 
 
-def _probe_of(hit: PrefixHit, reason: MissReason, explanation: CacheExplanation | None = None) -> CacheProbe:
+def _probe_of(
+    kv: KVCacheManager, hit: PrefixHit, reason: MissReason, explanation: CacheExplanation | None = None
+) -> CacheProbe:
+    kept = itertools.takewhile(_is_kept, zip(*hit.blocks, strict=True))
     return CacheProbe(
         num_hit_tokens=hit.num_tokens,
         num_copied_tokens=hit.num_copied_tokens,
+        num_kept_tokens=min(sum(1 for _ in kept) * kv.block_size, hit.num_tokens),
         tier_tokens={"device": hit.num_tokens},
         miss_reason=reason,
         explanation=explanation,
     )
+
+
+def _is_kept(blocks: Sequence[KVCacheBlock | None]) -> bool:
+    """Of one depth, one for each group. What no token to come sees need not be."""
+    return all(block is None or block.keep is not None for block in blocks)
 
 
 def _find_closest(tree: PrefixTree, parent: PrefixNode, own: Content, tail: Tail | None) -> Relative | None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import time
 
-from ipc.messages import GetStats, Goodbye, PrefixCacheWasReset, ResetPrefixCache, Stats
+from ipc.messages import (
+    CacheProbed,
+    EngineRequest,
+    GetStats,
+    Goodbye,
+    PrefixCacheWasReset,
+    ProbeCache,
+    ResetPrefixCache,
+    SamplingParams,
+    Stats,
+)
 from ipc.stats import PrefixCacheReset
 from tests.wire_peers import BareFrontend, Connect, is_idle, running_server, wait_until
 
@@ -83,6 +93,36 @@ def test_a_reset_beside_running_requests_says_what_they_hold_or_preempts_them(en
         assert last.finish_reason == "length"
         assert last.timing is not None and last.timing.num_preemptions == 1
         wait_until(lambda: is_idle(server.engine))
+
+
+def test_a_probe_is_answered_while_others_run_and_nobody_notices(endpoint: str, join: Connect) -> None:
+    with running_server(endpoint, step_s=0.005) as server:
+        frontend, other = join(), join()
+        other.add("long", [9] * 5, 40)
+        next(other.outputs())
+        frontend.add("r", [5] * 3 * BLOCK_SIZE, 2)
+        frontend.finish("r")
+        before = ask_stats(frontend).stats
+        request = EngineRequest("r", [5] * 2 * BLOCK_SIZE + [6] * 9, SamplingParams(max_tokens=1))
+        for explain in (False, True):
+            frontend.send(ProbeCache(8, request, explain))
+            answer = frontend.receive(CacheProbed)
+            assert isinstance(answer, CacheProbed) and answer.call_id == 8 and answer.probe is not None
+            assert (answer.probe.num_hit_tokens, answer.probe.miss_reason) == (2 * BLOCK_SIZE, "diverged")
+            assert (answer.probe.explanation is not None) == explain
+        after = ask_stats(frontend).stats
+        assert after.prefix_cache_queries == before.prefix_cache_queries
+        assert other.finish("long")["long"][1].finish_reason == "length"
+        wait_until(lambda: is_idle(server.engine))
+
+
+def test_what_can_never_run_is_said_of_a_probe(endpoint: str, join: Connect) -> None:
+    with running_server(endpoint):
+        frontend = join()
+        frontend.send(ProbeCache(3, EngineRequest("r", [], SamplingParams())))
+        answer = frontend.receive(CacheProbed)
+        assert isinstance(answer, CacheProbed) and answer.probe is None and answer.error is not None
+        assert (answer.error.code, answer.error.param) == ("invalid", "prompt_token_ids")
 
 
 def test_the_answer_to_a_frontend_that_left_is_not_kept(endpoint: str, join: Connect) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from frontend.engine_client import EngineClient
-from frontend.engine_errors import EngineUnavailableError
+from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from ipc.stats import PrefixCacheReset
 from tests.wire_peers import private_endpoint, request, running_server, start_engine
 
@@ -52,6 +52,22 @@ async def test_many_calls_at_once_get_each_its_answer(endpoint: str, client: Eng
         )
         # Two whole blocks, and one that was begun.
         assert resets == [PrefixCacheReset(3, 0), PrefixCacheReset(0, 0), PrefixCacheReset(0, 0)]
+
+
+async def test_a_probe_tells_what_would_be_found_or_why_it_never_could(endpoint: str, client: EngineClient) -> None:
+    with running_server(endpoint):
+        await client.wait_ready(20)
+        async with client.submit(request("r", [5] * 33, 1)) as stream:
+            async for _ in stream:
+                pass
+        probe = await client.probe_cache(request("r", [5] * 33, 1), timeout_s=20)
+        assert (probe.num_hit_tokens, probe.miss_reason, probe.explanation) == (32, "none", None)
+        explained = await client.probe_cache(request("r", [5, 6, 7], 1), explain=True, timeout_s=20)
+        assert explained.explanation is not None and explained.explanation.token_index == 1
+        with pytest.raises(RequestRefusedError, match="prompt_token_ids"):
+            await client.probe_cache(request("r", [-1], 1), timeout_s=20)
+        with pytest.raises(RequestRefusedError, match="prompt_token_ids"):
+            await client.probe_cache(request("r", [1 << 70], 1), timeout_s=20)
 
 
 async def test_without_an_engine_a_call_fails_at_once(client: EngineClient) -> None:
