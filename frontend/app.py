@@ -19,6 +19,7 @@ from .api_key import ApiKeyGuard, unauthorized
 from .cache_routes import cache_routes
 from .docs import docs_routes
 from .errors import ApiError, ClientDisconnectedError, internal_error
+from .explain.routes import explain_routes
 from .health import health_routes
 from .http_config import DEFAULT_MAX_BODY_BYTES
 from .metrics.routes import metrics_routes
@@ -44,6 +45,7 @@ def create_app(
             *health_routes(serving.client),
             *metrics_routes(serving.metrics),
             *cache_routes(serving.client.engines),
+            *explain_routes(serving, num_callers=len(api_keys)),
             *docs_routes(),
         ],
         openapi_config=None,

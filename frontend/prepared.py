@@ -113,10 +113,9 @@ class KeptTokens:
     kept: int
 
 
-async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """Ask the engine; yield `(index of the choice, delta)`. Raises what `generate` raises."""
-    n = prepared.sampling_params.n
-    requests = [
+def engine_requests(prepared: PreparedRequest, answer_id: str) -> list[EngineRequest]:
+    """What the engine is asked, one request for each prompt."""
+    return [
         EngineRequest(
             request_id=f"{answer_id}-{index}",
             prompt_token_ids=prompt.token_ids,
@@ -131,6 +130,12 @@ async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> As
         )
         for index, prompt in enumerate(prepared.prompts)
     ]
+
+
+async def run(serving: Serving, prepared: PreparedRequest, answer_id: str) -> AsyncGenerator[tuple[int, TextDelta]]:
+    """Ask the engine; yield `(index of the choice, delta)`. Raises what `generate` raises."""
+    n = prepared.sampling_params.n
+    requests = engine_requests(prepared, answer_id)
     generations = [
         generate(
             serving.client,

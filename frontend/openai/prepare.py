@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from frontend.errors import invalid_request
@@ -9,6 +10,8 @@ from frontend.isolation import Isolation, isolate, isolated, places_of_salts, sa
 from frontend.prepared import PreparedRequest
 from frontend.prompt.breakpoints import check_kept, with_kept
 from frontend.prompt.cache_options import CacheOptions
+from frontend.prompt.chat import Chat
+from frontend.prompt.places import Place, TokenRange
 from frontend.prompt.processor import check_prompt_length
 from frontend.prompt.prompt import Prompt
 from frontend.refusals import client_errors
@@ -36,7 +39,7 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest, caller:
         breakpoints = breakpoints_of(request.messages, request.tools)
         check_kept(request.cache, breakpoints)
         prepared = await _prepare_fields(serving, request, capabilities, isolation)
-        chat = chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None)
+        chat = asked_chat(serving, request)
         salts = salts_in_chat(isolation.salts, chat)
         prompt = await serving.prompts.chat(
             chat,
@@ -48,6 +51,22 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest, caller:
             raise invalid_request("the messages make a prompt of 0 tokens", "messages")
         prompt = isolated(with_kept(prompt, request.cache, breakpoints), salts)
     return replace(prepared, prompts=(prompt,), tools=tools_of(serving, request))
+
+
+def asked_chat(serving: Serving, request: ChatCompletionRequest) -> Chat:
+    """The chat of a request that `prepare_chat` has found right."""
+    return chat_of(request.messages, request, takes_pictures=serving.prompts.pictures is not None)
+
+
+async def find_places(
+    serving: Serving, request: ChatCompletionRequest, caller: str, places: Sequence[Place]
+) -> Mapping[Place, TokenRange]:
+    """Where places of `asked_chat` are in its prompt. Raises PromptError: they cannot be found."""
+    isolation = isolate(serving.isolation, caller, request.cache_salt)
+    prompt = await serving.prompts.chat(
+        asked_chat(serving, request), max_model_len=None, tenant=isolation.memory_tenant, places=places
+    )
+    return prompt.places
 
 
 async def prepare_completion(serving: Serving, request: CompletionRequest, caller: str) -> PreparedRequest:

@@ -1,0 +1,1 @@
+"""What a request would find in the prefix cache, and why no more: answered without running it."""
