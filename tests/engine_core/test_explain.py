@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 
 from engine_core import EngineConfig, EngineCore, EngineRequest, ExtraKeySpan, InvalidRequestError, SamplingParams
 from ipc.messages import CacheExplanation, CacheProbe, KeepPrefix
 from tests.checking_runner import CheckingRunner
+from tests.engine_core.told_causes import Computed, check_truth
 
 B = 4
 _ids = itertools.count()
@@ -157,22 +157,18 @@ def test_a_running_request_is_a_relative_as_far_as_it_is():
     assert found.relative_token_ids[:1] == [B + 2]
 
 
-@dataclass(frozen=True)
-class Computed:
-    """What a reference remembers of a request: all tokens that were computed, and its salts."""
-
-    tokens: list[int]
-    salts: tuple[tuple[int, str], ...]
-
-
-def compare(request: EngineRequest, salts: Sequence[tuple[int, str]], other: Computed) -> tuple[int, bool]:
-    """How many first tokens both have, salts included, and whether the request may hear of how the other goes on."""
-    pairs = zip(request.prompt_token_ids, other.tokens)
-    num = next((place for place, (one, two) in enumerate(pairs) if one != two), None)
-    if num is None:
-        num = min(len(request.prompt_token_ids), len(other.tokens))
-    hidden = min((at for at, _ in set(salts) ^ set(other.salts)), default=len(other.tokens) + 1)
-    return min(num, hidden), hidden > num
+@pytest.mark.parametrize("place", [1, B, B + 1, 2 * B, 2 * B + 1])
+@pytest.mark.parametrize("mine", [(), ((2 * B + 2, "mine"),)])
+def test_a_relative_is_shown_as_far_as_no_foreign_salt_covers_it(place: int, mine: tuple):
+    engine = make_engine()
+    salt_at = 2 * B + 2
+    for salt in ("a", "b"):
+        run(engine, make(prompt(0, 5 * B), salts=[(salt_at, salt)]))
+    probe, found = explain(engine, make(prompt(0, place) + prompt(500, 3 * B), salts=mine))
+    assert (probe.miss_reason, found.token_index) == ("diverged", place)
+    assert found.relative_token_ids == prompt(place, salt_at - place)
+    _, found = explain(engine, make(prompt(0, place) + prompt(500, 3 * B), salts=[(salt_at, "a")]))
+    assert found.relative_token_ids[: salt_at - place] == prompt(place, salt_at - place)
 
 
 @pytest.mark.parametrize("num_blocks", [24, 3000])
@@ -192,8 +188,8 @@ def test_every_cause_is_true_and_nothing_under_another_salt_is_shown(num_blocks:
         own = [private + numbers.randrange(3) for _ in range(numbers.randint(1, 12))]
         salts = () if salt is None else ((0 if numbers.random() < 0.4 else length, salt),)
         request = make(shared + own, salts=salts, max_tokens=numbers.randint(1, 8))
-        probe, found = explain(engine, request)
-        check_truth(engine, request, salts, probe, found, before, evicts=num_blocks < 100)
+        probe = engine.explain(request)
+        check_truth(engine, request, salts, probe, before, evicts=num_blocks < 100)
         seen[probe.miss_reason] = seen.get(probe.miss_reason, 0) + 1
         computed = run(engine, request)
         # Of a block that is not full nothing is cached where whole ones are wanted.
@@ -203,40 +199,3 @@ def test_every_cause_is_true_and_nothing_under_another_salt_is_shown(num_blocks:
             engine.reset_prefix_cache()
     assert {"diverged", "continued", "not_found"} <= seen.keys()
     assert ("evicted" in seen) == (num_blocks < 100)
-
-
-def check_truth(
-    engine: EngineCore,
-    request: EngineRequest,
-    salts: Sequence[tuple[int, str]],
-    probe: CacheProbe,
-    found: CacheExplanation,
-    before: Sequence[Computed],
-    *,
-    evicts: bool,
-) -> None:
-    tokens, place = list(request.prompt_token_ids), found.token_index
-    compared = [(*compare(request, salts, other), other) for other in before]
-    following = [other.tokens[place:] for num, may_hear, other in compared if may_hear and num == place]
-    block_end = (probe.num_hit_tokens // B + 1) * B
-    match probe.miss_reason:
-        case "none":
-            assert probe.num_hit_tokens == len(tokens) - 1
-        case "diverged":
-            assert any(others and others[0] != tokens[place] for others in following)
-        case "block_boundary":
-            assert place > probe.num_hit_tokens and following
-        case "continued":
-            assert place == probe.num_hit_tokens
-        case "evicted" | "reset":
-            whole = [other.tokens for other in before if other.tokens[:block_end] == tokens[:block_end]]
-            assert whole and found.lost_since_s is not None
-        case "not_found":
-            assert place == probe.num_hit_tokens == 0
-    if not evicts and probe.miss_reason in ("diverged", "continued", "not_found"):
-        copies = engine.config.prefix_match_unit == "token"
-        longest = max((num for num, may_hear, _ in compared if copies or may_hear), default=0)
-        assert place == max(longest, probe.num_hit_tokens), "no relative has more in common"
-    if found.relative_token_ids:
-        shown = found.relative_token_ids
-        assert any(others[: len(shown)] == shown for others in following), "one who may be heard of goes on like this"

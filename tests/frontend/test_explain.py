@@ -300,7 +300,7 @@ def test_no_word_from_under_another_salt_is_ever_shown(tokenizer: ModelTokenizer
 
     with serving(tokenizer, isolation=isolation, keys=keys, num_blocks=120) as served:
         num_shown = 0
-        for _ in range(150):
+        for _ in range(80):
             tenant = numbers.choice(tenants)
             body, key = make(tenant), tenant if keys else None
             answer = served.explain(body, key)
@@ -310,4 +310,4 @@ def test_no_word_from_under_another_salt_is_ever_shown(tokenizer: ModelTokenizer
             assert usage["cached_tokens"] == answer["hit_tokens"]
             assert (usage["cache_miss_reason"] or "none") == answer["miss_reason"]
             num_shown += answer["texts"]["cached"] is not None
-        assert num_shown > 30
+        assert num_shown > 15
