@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ipc.messages import (
+        CacheExplanation,
+        CacheProbe,
         EngineCapabilities,
         EngineOutputs,
         EngineRequest,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from .model.resolve import BUILTIN_MODELS, DEFAULT_MODEL, ModelNotFoundError, ResolvedModel, resolve_model
 
 _HOMES = {
+    "CacheExplanation": "ipc.messages",
+    "CacheProbe": "ipc.messages",
     "EngineCapabilities": "ipc.messages",
     "EngineOutputs": "ipc.messages",
     "EngineRequest": "ipc.messages",
@@ -58,6 +62,8 @@ _HOMES = {
 __all__ = [
     "BUILTIN_MODELS",
     "DEFAULT_MODEL",
+    "CacheExplanation",
+    "CacheProbe",
     "EngineCapabilities",
     "EngineConfig",
     "EngineCore",

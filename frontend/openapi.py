@@ -36,6 +36,7 @@ from frontend.openai.responses import (
 
 from .cache_header import CACHE_HEADER
 from .cache_routes import ResetAnswer, ResetRequest
+from .explain.answers import ExplainAnswer, ProbeAnswer
 from .health import Health, Version
 from .version import foreword_version
 
@@ -79,6 +80,8 @@ def openapi_document() -> dict[str, Any]:
         Version,
         ResetRequest,
         ResetAnswer,
+        ProbeAnswer,
+        ExplainAnswer,
         ErrorBody,
     ]
     _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -132,6 +135,22 @@ def openapi_document() -> dict[str, Any]:
                 )
             },
             **_anthropic_paths(),
+            "/v1/cache/probe": {
+                "post": _cache_question(
+                    "What of a prompt is cached?",
+                    "Takes the body of a chat or a completion with one prompt, and runs nothing.",
+                    "ProbeAnswer",
+                )
+            },
+            "/v1/cache/explain": {
+                "post": _cache_question(
+                    "Why is no more of a prompt cached?",
+                    "Where the request and its longest cached relative part, which component is responsible, and what"
+                    " to change. Only what the request itself could find is looked at. Takes the body of a chat or a"
+                    " completion with one prompt, and runs nothing.",
+                    "ExplainAnswer",
+                )
+            },
             "/v1/models": {"get": _get("OpenAI API", "List the served names", {200: "ModelList"})},
             "/v1/models/{model_id}": {
                 "get": {
@@ -241,6 +260,15 @@ def _post(summary: str, description: str, request: str, example: dict[str, Any],
             **{str(status): _response(status, _json("ErrorBody")) for status in (400, 401, 404, 413)},
         },
     }
+
+
+def _cache_question(summary: str, description: str, answer: str) -> dict[str, Any]:
+    operation = _post(summary, description, "ChatCompletionRequest", _CHAT_EXAMPLE, answer)
+    operation["tags"] = ["Prefix cache"]
+    bodies = {"oneOf": [_ref("ChatCompletionRequest"), _ref("CompletionRequest")]}
+    operation["requestBody"]["content"]["application/json"]["schema"] = bodies
+    operation["responses"]["503"] = _response(503, _json("ErrorBody"))
+    return operation
 
 
 def _reset() -> dict[str, Any]:

@@ -166,7 +166,7 @@ class EngineRequest(Struct, array_like=True, frozen=True):
 #   none            it was: nothing but what has to be computed anyway was computed
 #   continued       all that was cached of its relatives was used; it goes on where they ended
 #   diverged        a cached relative goes on differently
-#   not_found       nothing that begins like it is cached, or was lately
+#   not_found       nothing that begins like it is cached, or was lately (of less than a block that is not remembered)
 #   evicted         what comes next was cached, and has given way to something else
 #   reset           what comes next was cached, and the cache was reset
 #   block_boundary  more of it is cached, but only whole blocks are found (`prefix_match_unit`)

@@ -452,6 +452,8 @@ def test_the_documentation_is_complete_and_comes_from_here(http: httpx.Client) -
         "/detokenize",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/cache/probe",
+        "/v1/cache/explain",
         "/v1/models",
         "/v1/models/{model_id}",
         "/health",
