@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -37,6 +38,9 @@ class KeyedContent(NamedTuple):
 
 
 Content = bytes | KeyedContent
+
+# What `sort_bytes` makes of a token with extra keys is at least this.
+KEYED = 1 << 31
 
 # The kind of extra key that keeps tenants apart.
 SALT = "cache_salt"
@@ -152,16 +156,19 @@ def _ends(spans: Sequence[KeySpan]) -> dict[tuple[str, int, tuple[str | bytes, .
 def sort_bytes(content: Content) -> bytes:
     """A fixed number of bytes for each token and its extra keys, so that contents can be sorted by common beginnings.
 
-    A token with extra keys stands as a digest of both: what is equal here may, very rarely, not be equal.
+    A token with extra keys stands as a digest of both, behind all tokens without: what is equal here may, very rarely,
+    not be equal.
     """
-    if isinstance(content, bytes):
-        return content
-    elements = bytearray(content.tokens)
-    for kind, start, end, keys in content.spans:
-        seed = zlib.crc32(repr((kind, keys)).encode())
-        for place in range(max(0, start), end):
-            at = slice(place * TOKEN_BYTES, (place + 1) * TOKEN_BYTES)
-            digest = zlib.crc32(struct.pack("<q", place - start) + elements[at], seed)
-            # Token ids are small, so none looks like this.
-            elements[at] = (digest | 1 << 31).to_bytes(TOKEN_BYTES, "little")
-    return bytes(elements)
+    elements = bytearray(tokens_of(content))
+    if isinstance(content, KeyedContent):
+        for kind, start, end, keys in content.spans:
+            seed = zlib.crc32(repr((kind, keys)).encode())
+            for place in range(max(0, start), end):
+                at = slice(place * TOKEN_BYTES, (place + 1) * TOKEN_BYTES)
+                digest = zlib.crc32(struct.pack("<q", place - start) + elements[at], seed)
+                # Token ids are small, so none looks like this.
+                elements[at] = (digest | KEYED).to_bytes(TOKEN_BYTES, "little")
+    # The most significant byte first.
+    ids = array("I", bytes(elements))
+    ids.byteswap()
+    return ids.tobytes()

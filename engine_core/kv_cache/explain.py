@@ -24,7 +24,7 @@ from .block_content import (
     spans_at,
     tokens_of,
 )
-from .miss_reason import Relative, examine_miss, may_hear_of, relative_of_tail
+from .miss_reason import Relative, examine_miss, find_relative, may_hear_of
 from .prefix_hit import PrefixHit, Tail
 from .prefix_tree import PrefixNode, PrefixTree
 from .token_bytes import token_ids_of
@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 NUM_TOKENS_AFTER = 24
 # Enough for any tools a chat may bring; a bound for what one answer holds.
 MAX_TOKENS_AFTER = 1 << 14
-# Under one node there may be children of thousands of salts. To look at so many takes some milliseconds.
-_MAX_LOOKED_AT = 4096
-# Of those that begin equally like a request, the one with the most equal tokens tells most.
-_MAX_EQUALS = 512
+# Under one node there may be thousands, of as many salts.
 _MAX_CHILDREN = 64
 
 
@@ -51,7 +48,7 @@ def probe_cache(kv: KVCacheManager, request: Request) -> CacheProbe:
 
 def explain_cache(kv: KVCacheManager, request: Request, relative_end: int) -> CacheProbe:
     """The same with its explanation, which shows the relative's tokens up to `relative_end`, or a few if those are
-    fewer. O(blocks), and what `_MAX_LOOKED_AT` children of one node take.
+    fewer. O(blocks + tokens shown).
     """
     hit = kv.get_computed_blocks(request)
     miss = examine_miss(kv, request, hit, _find_closest)
@@ -90,22 +87,16 @@ def _is_kept(blocks: Sequence[KVCacheBlock | None]) -> bool:
 
 
 def _find_closest(tree: PrefixTree, parent: PrefixNode, own: Content, tail: Tail | None) -> Relative | None:
-    """As `find_relative`, but looked for harder; of several that share equally much the one whose tokens do."""
-    best, best_num_tokens = None, -1
-    if tail is not None and may_hear_of(own, tail.content, tail.num_slots):
-        best, best_num_tokens = relative_of_tail(tail), _num_equal_tokens(own, tail.content)
-    num_equals = 0
-    for node, num_common in itertools.islice(tree.alike(parent, own), _MAX_LOOKED_AT):
-        if best is not None and num_common < best.num_common:
-            break
-        if not may_hear_of(own, node.content, num_common):
+    """As `find_relative`; but of several that share equally much the one whose tokens do."""
+    best = find_relative(tree, parent, own, tail)
+    most = (0, -1) if best is None else (best.num_common, _num_equal_tokens(own, best.content))
+    for node in itertools.islice(parent.sources, _MAX_CHILDREN):
+        num_common = num_common_tokens(node.content, own)
+        if num_common < most[0] or not may_hear_of(own, node.content, num_common):
             continue
-        num_tokens = _num_equal_tokens(own, node.content)
-        if best is None or (num_common, num_tokens) > (best.num_common, best_num_tokens):
-            best, best_num_tokens = Relative(node.content, node, num_common), num_tokens
-        num_equals += 1
-        if num_equals >= _MAX_EQUALS:
-            break
+        equal = num_common, _num_equal_tokens(own, node.content)
+        if equal > most:
+            best, most = Relative(node.content, node, num_common), equal
     return best
 
 

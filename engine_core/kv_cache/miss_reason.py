@@ -6,7 +6,6 @@ for it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,9 +19,6 @@ from .prefix_tree import PrefixNode, PrefixTree
 
 if TYPE_CHECKING:
     from .manager import KVCacheManager
-
-# Where children under other salts are many, one that may be told of can be missed: then the request `continued`.
-_MAX_LOOKED_AT = 64
 
 
 class Relative(NamedTuple):
@@ -54,7 +50,7 @@ def find_relative(tree: PrefixTree, parent: PrefixNode, own: Content, tail: Tail
     """What was copied from, or the child of `parent` that begins most like `own`, if its sender may hear of it."""
     if tail is not None and may_hear_of(own, tail.content, tail.num_slots):
         return relative_of_tail(tail)
-    for node, num_common in itertools.islice(tree.alike(parent, own), _MAX_LOOKED_AT):
+    for node, num_common in tree.neighbours(parent, own):
         if may_hear_of(own, node.content, num_common):
             return Relative(node.content, node, num_common)
     return None

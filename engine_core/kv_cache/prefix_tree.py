@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, itemgetter
 
 from .block import KVCacheBlock
-from .block_content import Content, num_common_tokens, sort_bytes
+from .block_content import KEYED, Content, num_common_tokens, sort_bytes
+from .token_bytes import TOKEN_BYTES
 
 # What one group has of a node: nothing, a block, or several with equal content, the oldest first.
 _Copies = KVCacheBlock | dict[int, KVCacheBlock] | None
@@ -84,6 +85,7 @@ class PrefixNode:
 
 
 _by_sort_key = attrgetter("sort_key")
+_by_num_common = itemgetter(1)
 # Tells nodes of equal content apart.
 _serial = itertools.count()
 
@@ -247,26 +249,23 @@ class PrefixTree:
                 best = node, num_tokens
         return best
 
-    def alike(self, parent: PrefixNode, content: Content) -> Iterator[tuple[PrefixNode, int]]:
-        """The children of `parent` to copy from, with how many tokens they share with `content`, the most first.
+    def neighbours(self, parent: PrefixNode, content: Content) -> list[tuple[PrefixNode, int]]:
+        """Children of `parent` to copy from, with how many tokens they share with `content`: the one that shares most,
+        and, where many share as much and go on with extra keys, one that goes on without, or shares less.
 
-        O(log children) to begin with, O(tokens) for each that is taken. Nothing must change meanwhile.
+        O(log children + tokens).
         """
         siblings = parent.sources
-        right = bisect_left(siblings, (sort_bytes(content),), key=_by_sort_key)
-        left = right - 1
-        num_left = num_right = -1
-        while left >= 0 or right < len(siblings):
-            if num_left < 0 and left >= 0:
-                num_left = num_common_tokens(siblings[left].content, content)
-            if num_right < 0 and right < len(siblings):
-                num_right = num_common_tokens(siblings[right].content, content)
-            if num_right >= num_left:
-                yield siblings[right], num_right
-                right, num_right = right + 1, -1
-            else:
-                yield siblings[left], num_left
-                left, num_left = left - 1, -1
+        own = sort_bytes(content)
+        place = bisect_left(siblings, (own,), key=_by_sort_key)
+        found = {node: num_common_tokens(node.content, content) for node in siblings[max(0, place - 1) : place + 1]}
+        shared = own[: TOKEN_BYTES * max(found.values(), default=0)]
+        for boundary, side in ((KEYED.to_bytes(TOKEN_BYTES, "big"), -1), (b"\xff" * (TOKEN_BYTES + 1), 0)):
+            place = bisect_left(siblings, (shared + boundary,), key=_by_sort_key) + side
+            if 0 <= place < len(siblings):
+                node = siblings[place]
+                found[node] = num_common_tokens(node.content, content)
+        return sorted(found.items(), key=_by_num_common, reverse=True)
 
     def held_hashes(self) -> list[bytes]:
         """Those that some block has; O(nodes)."""
