@@ -61,10 +61,15 @@ def asked_chat(serving: Serving, request: ChatCompletionRequest) -> Chat:
 async def find_places(
     serving: Serving, request: ChatCompletionRequest, caller: str, places: Sequence[Place]
 ) -> Mapping[Place, TokenRange]:
-    """Where places of `asked_chat` are in its prompt. Raises PromptError: they cannot be found."""
+    """Where places of `asked_chat` are in its prompt. Raises PromptError: they cannot be found;
+    EngineUnavailableError: no engine is there any more.
+    """
     isolation = isolate(serving.isolation, caller, request.cache_salt)
     prompt = await serving.prompts.chat(
-        asked_chat(serving, request), max_model_len=None, tenant=isolation.memory_tenant, places=places
+        asked_chat(serving, request),
+        max_model_len=serving.capabilities().max_model_len,
+        tenant=isolation.memory_tenant,
+        places=places,
     )
     return prompt.places
 

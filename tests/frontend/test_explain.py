@@ -1,4 +1,4 @@
-"""`/v1/cache/probe` and `/v1/cache/explain`: what would be found, where a request parts from what is cached, and why."""
+"""`/v1/cache/probe` and `/v1/cache/explain`: what would be found, where a request parts from what is there, and why."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from frontend.prompt.chat_template import chat_template_of
 from frontend.prompt.tokenizer import ModelTokenizer, load_tokenizer
 from tests.frontend.embedded_engine import EmbeddedEngine
 from tests.frontend.live_app import live_app
+from tests.frontend.picture_app import encoded, image, model_directory, picture_app, user
 from tests.frontend.templates import DATED_TEMPLATE, TOOL_TEMPLATE, tokenizer_with
 
 CHAT, COMPLETION, PROBE, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/probe", "/v1/cache/explain"
@@ -67,10 +68,17 @@ def tokenizer(chat_model_dir: Path) -> ModelTokenizer:
     return ModelTokenizer(backend, chat_template_of(tokenizer_with(chat_model_dir, TOOL_TEMPLATE)))
 
 
-@pytest.fixture
-def served(tokenizer: ModelTokenizer) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def lasting(tokenizer: ModelTokenizer) -> Iterator[Served]:
     with serving(tokenizer) as served:
         yield served
+
+
+@pytest.fixture
+def served(lasting: Served) -> Served:
+    """Nothing is cached."""
+    lasting.engine.start_anew()
+    return lasting
 
 
 def chat(*texts: str, system: str = RULES, **fields: Any) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def test_a_completion_is_probed_by_its_text_or_its_tokens(served: Served):
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "colour": "red"}, "colour"),
-        ({"prompt": [100000]}, "prompt"),
+        ({"prompt": [1 << 21]}, "prompt"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"prompt": "a", "model": "other"}, "model"),
         ({"prompt": "a", "cache": {"reed": True}}, "cache.reed"),
@@ -278,6 +286,53 @@ def test_an_engine_that_is_lost_is_a_503_and_one_of_several_is_said_to_be(served
     assert [each["hit_tokens"] for each in answer["engines"]] == [0, answer["prompt_tokens"] - 1]
 
 
+def test_another_picture_is_told_by_its_number(tmp_path: Path):
+    red, blue = image(encoded("red")), image(encoded("blue"))
+    directory = model_directory("qwen2_vl", tmp_path / "qwen2_vl")
+    engine = EmbeddedEngine(takes_pictures=True)
+    with picture_app(engine, directory) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+        served = Served(engine, http)
+        served.run({"messages": [user("First ", red, " and then ", red, ".")]})
+        answer = served.explain({"messages": [user("First ", red, " and then ", blue, ".")]})
+        assert (answer["component"], answer["image"]) == ("image", 1)
+        assert answer["place"] == {"field": "messages[0].content[3]", "message": 0, "part": 3}
+        answer = served.explain({"messages": [user("First ", red, " and later ", red, ".")]})
+        assert (answer["component"], answer["image"]) == ("text", None)
+        assert answer["place"]["part"] == 2
+        served.run({"messages": [user("First ", blue, ".")]})
+        assert served.explain({"messages": [user("First ", image(encoded("green")), ".")]})["image"] == 0
+
+
+def test_in_a_long_chat_a_place_is_found_without_looking_for_all(tokenizer: ModelTokenizer):
+    texts = [f"This is turn {i}." for i in range(61)]
+    with serving(tokenizer) as served:
+        served.run(chat(*texts))
+        for changed in (0, 17, 59):
+            other = [*texts[:changed], "This is another turn.", *texts[changed + 1 :]]
+            answer = served.explain(chat(*other))
+            assert answer["place"] == {
+                "field": f"messages[{changed + 1}].content[0]",
+                "message": changed + 1,
+                "part": 0,
+            }
+            assert answer["component"] == "text"
+
+
+def test_of_a_salt_from_a_later_place_what_comes_before_is_shared_and_no_more(tokenizer: ModelTokenizer):
+    with serving(tokenizer, keys=("sk-a", "sk-b")) as served:
+        mine, theirs = ({"salt": salt, "from": "messages[1]"} for salt in ("mine", "theirs"))
+        served.run(chat("My number is 4711.", cache_salt=theirs), "sk-a")
+        answer = served.explain(chat("My number is 1234.", cache_salt=mine), "sk-b")
+        assert answer["component"] == "never_stored" and answer["texts"]["cached"] is None
+        assert answer["hit_tokens"] == answer["token_index"] > 16
+        other_rules = chat("My number is 1234.", system=RULES[:50] + "and then.", cache_salt=mine)
+        answer = served.explain(other_rules, "sk-b")
+        assert answer["component"] == "text" and answer["texts"]["cached_is_withheld"], "that part anybody may find"
+        served.run(chat("My number is 1234.", cache_salt=mine), "sk-b")
+        texts = served.explain(chat("My number is 1294.", cache_salt=mine), "sk-b")["texts"]
+        assert texts["cached"] is not None and texts["cached"].startswith("34.")
+
+
 WORDS = ("maps", "globes", "books", "journals", "films", "floor", "shelf", "reader", "quiet", "please")
 
 
@@ -294,9 +349,11 @@ def test_no_word_from_under_another_salt_is_ever_shown(tokenizer: ModelTokenizer
         return " ".join(words)
 
     def make(tenant: str) -> dict[str, Any]:
-        system = numbers.choice((RULES, RULES[:40], say(tenant)))
+        start = numbers.choice((None, "messages[1]", "messages[1].content[0]"))
+        system = numbers.choice((RULES, RULES[:40])) if start or numbers.random() < 0.5 else say(tenant)
         body = chat(*[say(tenant) for _ in range(numbers.choice((1, 3)))], system=system)
-        return body if keys else body | {"cache_salt": tenant}
+        salt = {} if keys else {"salt": tenant}
+        return body | ({"cache_salt": salt | ({"from": start} if start else {})} if salt or start else {})
 
     with serving(tokenizer, isolation=isolation, keys=keys, num_blocks=120) as served:
         num_shown = 0
