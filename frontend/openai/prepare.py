@@ -61,8 +61,9 @@ def asked_chat(serving: Serving, request: ChatCompletionRequest) -> Chat:
 async def find_places(
     serving: Serving, request: ChatCompletionRequest, caller: str, places: Sequence[Place]
 ) -> Mapping[Place, TokenRange]:
-    """Where places of `asked_chat` are in its prompt. Raises PromptError: they cannot be found;
-    EngineUnavailableError: no engine is there any more.
+    """Where places of `asked_chat` are in its prompt.
+
+    Raises PromptError: they cannot be found; EngineUnavailableError: no engine is there any more.
     """
     isolation = isolate(serving.isolation, caller, request.cache_salt)
     prompt = await serving.prompts.chat(
