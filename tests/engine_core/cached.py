@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine_core.kv_cache import BlockPool, KVCacheBlock
+from engine_core.kv_cache.token_bytes import TOKEN_BYTES
 from engine_core.request import Request
+
+
+def _content(name: bytes) -> bytes:
+    """Whole tokens that begin with `name`."""
+    return name + bytes(-len(name) % TOKEN_BYTES)
 
 
 def cache_apart(pool: BlockPool, blocks: Sequence[KVCacheBlock], names: Sequence[bytes]) -> None:
     """Each block as the first one of a prefix of its own."""
     for block, name in zip(blocks, names, strict=True):
-        assert pool.tree.add(pool.tree.root, name, name, [block]) is not None
+        assert pool.tree.add(pool.tree.root, name, _content(name), [block]) is not None
     pool.tree.fill(blocks)
 
 
@@ -19,7 +25,7 @@ def cached_apart(pool: BlockPool, names: Sequence[bytes]) -> list[KVCacheBlock]:
     """The blocks that `cache_apart` put there, up to the first that is gone."""
     found: list[KVCacheBlock] = []
     for name in names:
-        path = pool.tree.walk([name], [name])
+        path = pool.tree.walk([name], [_content(name)])
         if not path:
             break
         block = path[0].block(0)
