@@ -182,7 +182,9 @@ class EngineCoreServer:
             stats, kv_event_batches=publisher.num_batches, kv_event_batches_dropped=publisher.dropped_batches
         )
 
-    def _obey(self, command: Add | Supply | Abort | AbortContinuations | Reset | Probe | SnapshotKVCache | Drain) -> None:
+    def _obey(
+        self, command: Add | Supply | Abort | AbortContinuations | Reset | Probe | SnapshotKVCache | Drain
+    ) -> None:
         if isinstance(command, Add):
             self._add(command.request)
         elif isinstance(command, Supply):
