@@ -20,7 +20,7 @@ from .canonical_json import JsonText, canonical_object
 from .chat import Chat, ChatMessage, ChatPicture, Tool, ToolCall
 from .chat_template import ChatTemplate
 from .errors import PromptError
-from .places import MessagePlace, Place, ToolPlace, parts_of
+from .places import Bounds, MessagePlace, Place, ToolPlace, parts_of
 
 # Unicode's private ones, that no template would trim.
 _STRANGE_CHARACTERS = (range(0xE000, 0xF8FF), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
@@ -36,23 +36,28 @@ class PlaceOffsets(NamedTuple):
     end: int
 
 
-def place_offsets(template: ChatTemplate, chat: Chat, text: str, places: Sequence[Place]) -> list[PlaceOffsets]:
+def place_offsets(
+    template: ChatTemplate, chat: Chat, text: str, places: Sequence[Place], bounds: Bounds = "all"
+) -> list[PlaceOffsets]:
     """Of each of `places` of `chat`, which renders as `text`.
 
     A message begins where its header does, and ends with what closes it. A tool's `start` depends on no message but
     the system prompt. Of a place that is not shown both are where it would stand, or as near before as can be known.
-    Renders the chat one to five times for each place. Raises PromptError: see `_strange_to`.
+    Renders the chat about twice for each start and each end. Raises PromptError: see `_strange_to`.
     """
     if not places:
         return []
     offsets = _Offsets(template, chat, text, _strange_to(text))
-    return [offsets.of(place) for place in places]
+    return [offsets.of(place, bounds) for place in places]
 
 
 def _strange_to(text: str) -> str:
     """A character that `text` does not hold. Raises PromptError if it holds all that could be taken."""
+    candidates = map(chr, chain(*_STRANGE_CHARACTERS))
+    if (first := next(candidates)) not in text:
+        return first
     there = set(text)
-    strange = next((mark for mark in map(chr, chain(*_STRANGE_CHARACTERS)) if mark not in there), None)
+    strange = next((character for character in candidates if character not in there), None)
     if strange is None:
         raise PromptError("the chat holds all of Unicode's private characters; no place in it can be found")
     return strange
@@ -66,19 +71,40 @@ class _Offsets:
         self._strange = strange
         self._known_texts: dict[int, str | None] = {}
 
-    def of(self, place: Place) -> PlaceOffsets:
+    def of(self, place: Place, bounds: Bounds) -> PlaceOffsets:
+        if bounds == "start":
+            return PlaceOffsets(self._begins(place), 0, len(self._text))
+        if bounds == "end":
+            ends = list(self._ends(place))
+            return PlaceOffsets(0, 0, max(ends) if ends else self._begins(place))
+        start = self._begins(place)
+        shown = max(start, self._shown(place, start))
+        return PlaceOffsets(start, shown, max([shown, *self._ends(place)]))
+
+    def _begins(self, place: Place) -> int:
         match place:
             case ToolPlace(tool):
-                start = shown = self._tool_begins(tool)
-                ends = self._tool_ends(tool)
+                return self._tool_begins(tool)
             case MessagePlace(message, int(part)):
-                start = self._part_begins(message, part)
-                shown = max(start, self._part_shown(message, part))
-                ends = self._part_ends(message, part)
+                return self._part_begins(message, part)
             case MessagePlace(message):
-                start = shown = self._message_begins(message)
-                ends = self._message_ends(message)
-        return PlaceOffsets(start, shown, max([shown, *ends]))
+                return self._message_begins(message)
+
+    def _shown(self, place: Place, start: int) -> int:
+        match place:
+            case MessagePlace(message, int(part)):
+                return self._part_shown(message, part)
+            case _:
+                return start
+
+    def _ends(self, place: Place) -> Iterator[int]:
+        match place:
+            case ToolPlace(tool):
+                yield from self._tool_ends(tool)
+            case MessagePlace(message, int(part)):
+                yield from self._part_ends(message, part)
+            case MessagePlace(message):
+                yield from self._message_ends(message)
 
     def _message_begins(self, i: int) -> int:
         """As far as the text is the same without the message and all behind it, and with another one there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .chat import Chat, ChatMessage, ChatPicture
 from .errors import PromptError
@@ -36,6 +36,10 @@ Place = MessagePlace | ToolPlace
 
 _NUMBER = r"\[([0-9]{1,9})\]"
 _NAME = re.compile(rf"messages{_NUMBER}(?:\.content{_NUMBER})?|tools{_NUMBER}")
+
+
+# What of a place is to be found. The rest of its range is that of the whole prompt, which is true, too.
+Bounds = Literal["all", "start", "end"]
 
 
 class TokenRange(NamedTuple):

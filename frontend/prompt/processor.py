@@ -17,7 +17,7 @@ from .least_tokens import least_tokens_of
 from .pictures import ChatPictures
 from .piecewise import PiecewiseTokenizer, SplitText, TokenizationStats, Tokens
 from .place_offsets import PlaceOffsets, place_offsets
-from .places import Place
+from .places import Bounds, Place
 from .prompt import Prompt
 from .spellings import refuse_spellings
 from .tokenizer import ModelTokenizer
@@ -86,10 +86,11 @@ class PromptProcessor:
         add_special_tokens: bool = False,
         check_length: bool = True,
         places: Sequence[Place] = (),
+        bounds: Bounds = "all",
     ) -> Prompt:
         """The chat as a prompt. By default the template alone decides about BOS.
 
-        `places`, of `places_of(chat)`, are found in it, which takes some more renderings for each.
+        `bounds` of `places`, which are of `places_of(chat)`, are found in it. That takes some renderings of each.
 
         Raises:
             ChatTemplateError: the model has no chat template, or the template refuses this chat.
@@ -106,7 +107,7 @@ class PromptProcessor:
             if pictures is not None:
                 refuse_spellings(chat, pictures.spellings)
             text = template.render(chat)
-            return PlacedText(text, place_offsets(template, chat, text, places))
+            return PlacedText(text, place_offsets(template, chat, text, places, bounds))
 
         def tokenize(make_text: Callable[[], PlacedText], cost: float) -> Awaitable[Tokens]:
             return self._tokenize(make_text, cost, max_model_len, tenant, add_special_tokens, check_length)

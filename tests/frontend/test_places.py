@@ -352,6 +352,10 @@ def test_what_is_before_a_place_does_not_depend_on_it(
         assume(False)
     [span] = place_offsets(template, chat, text, [place])
     [other_span] = place_offsets(template, other, other_text, [place])
+    [only_start] = place_offsets(template, chat, text, [place], "start")
+    [only_end] = place_offsets(template, chat, text, [place], "end")
+    assert only_start == (span.start, 0, len(text))
+    assert only_end == (0, 0, max(only_end.end, 0)) and only_end.end <= span.end
     start = min(span.start, other_span.start)
     assert text[:start] == other_text[:start]
     assert span.start <= span.shown <= span.end <= len(text)
