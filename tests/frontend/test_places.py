@@ -268,6 +268,15 @@ def test_nothing_that_depends_on_a_place_is_before_it(
     assert rendered[: found.start] == before
 
 
+def test_what_another_role_would_change_is_behind_the_start(template_of: Callable[[str], ChatTemplate]) -> None:
+    """Here the thought is shown, and without the last message it would be; a user in its place would hide it."""
+    template = template_of("reasoning")
+    chat = Chat([USER, ChatMessage("assistant", "<think>Hm.</think>There."), ANSWER])
+    rendered = template.render(chat)
+    [found] = place_offsets(template, chat, rendered, [MessagePlace(2)])
+    assert rendered[: found.start].endswith("assistant\n")
+
+
 WORDS = (
     "a",
     "ship",
