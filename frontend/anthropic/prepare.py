@@ -11,6 +11,7 @@ from frontend.output_limits import check_max_tokens, check_stop_strings
 from frontend.prepared import PreparedRequest
 from frontend.prompt.breakpoints import check_kept, with_kept
 from frontend.prompt.cache_options import CacheOptions
+from frontend.prompt.places import bounds_of
 from frontend.refusals import FieldNames, client_errors, prompt_errors
 from frontend.serving import Serving
 from ipc.messages import SamplingParams
@@ -51,11 +52,13 @@ async def _prepare(serving: Serving, request: MessagesRequest, asked: AskedChat,
     check_kept(options, asked.breakpoints)
     isolation = isolate(serving.isolation, caller, request.cache_salt)
     salts = salts_in_places(isolation.salts, asked.place_named)
+    starts, ends = places_of_salts(salts), [point.place for point in asked.breakpoints]
     prompt = await serving.prompts.chat(
         asked.chat,
         max_model_len=capabilities.max_model_len,
         tenant=isolation.memory_tenant,
-        places=[*(point.place for point in asked.breakpoints), *places_of_salts(salts)],
+        places=[*starts, *ends],
+        bounds=bounds_of(starts, ends),
     )
     if not prompt.token_ids:
         raise invalid_request("the messages make a prompt of 0 tokens", "messages")

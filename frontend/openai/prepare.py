@@ -11,7 +11,7 @@ from frontend.prepared import PreparedRequest
 from frontend.prompt.breakpoints import check_kept, with_kept
 from frontend.prompt.cache_options import CacheOptions
 from frontend.prompt.chat import Chat
-from frontend.prompt.places import Place, TokenRange
+from frontend.prompt.places import Place, TokenRange, bounds_of
 from frontend.prompt.processor import check_prompt_length
 from frontend.prompt.prompt import Prompt
 from frontend.refusals import client_errors
@@ -41,11 +41,13 @@ async def prepare_chat(serving: Serving, request: ChatCompletionRequest, caller:
         prepared = await _prepare_fields(serving, request, capabilities, isolation)
         chat = asked_chat(serving, request)
         salts = salts_in_chat(isolation.salts, chat)
+        starts, ends = places_of_salts(salts), [point.place for point in breakpoints]
         prompt = await serving.prompts.chat(
             chat,
             max_model_len=capabilities.max_model_len,
             tenant=isolation.memory_tenant,
-            places=[*(point.place for point in breakpoints), *places_of_salts(salts)],
+            places=[*starts, *ends],
+            bounds=bounds_of(starts, ends),
         )
         if not prompt.token_ids:
             raise invalid_request("the messages make a prompt of 0 tokens", "messages")

@@ -42,6 +42,13 @@ _NAME = re.compile(rf"messages{_NUMBER}(?:\.content{_NUMBER})?|tools{_NUMBER}")
 Bounds = Literal["all", "start", "end"]
 
 
+def bounds_of(starts: Sequence[Place], ends: Sequence[Place]) -> Bounds:
+    """What has to be found where only the start of some and the end of others matters."""
+    if starts and ends:
+        return "all"
+    return "start" if starts else "end"
+
+
 class TokenRange(NamedTuple):
     """Tokens of a prompt that are about a place.
 

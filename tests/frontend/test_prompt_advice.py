@@ -105,6 +105,8 @@ def called(arguments: str) -> Turn:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
+FROM_QUESTION = {"from": "messages[1]"}
+
 # row of the doc → requests, one after the other
 ROWS: dict[str, list[Request]] = {
     "the time before the rules": [chat(system(f"{time} {RULES}"), *HISTORY[1:]) for time in (NOON, EVENING)],
@@ -155,6 +157,22 @@ ROWS: dict[str, list[Request]] = {
     "another salt": [
         chat(system(RULES), QUESTION, cache_salt="tenant-17"),
         chat(system(RULES), ANOTHER, cache_salt="tenant-18"),
+    ],
+    "the same salt, from the question on": [
+        chat(system(RULES), QUESTION, cache_salt=FROM_QUESTION | {"salt": "tenant-17"}),
+        chat(system(RULES), ANOTHER, cache_salt=FROM_QUESTION | {"salt": "tenant-17"}),
+    ],
+    "another salt, from the question on": [
+        chat(system(RULES), QUESTION, cache_salt=FROM_QUESTION | {"salt": "tenant-17"}),
+        chat(system(RULES), ANOTHER, cache_salt=FROM_QUESTION | {"salt": "tenant-18"}),
+    ],
+    "another salt, the very same question": [
+        chat(system(RULES), QUESTION, cache_salt=FROM_QUESTION | {"salt": "tenant-17"}),
+        chat(system(RULES), QUESTION, cache_salt=FROM_QUESTION | {"salt": "tenant-18"}),
+    ],
+    "without a salt, after one with a salt from the question on": [
+        chat(system(RULES), QUESTION, cache_salt=FROM_QUESTION | {"salt": "tenant-17"}),
+        chat(system(RULES), QUESTION),
     ],
     "15 tokens alike": [tokens(*PAGE), tokens(*PAGE[:15], 99, 98, 97)],
     "16 tokens alike": [tokens(*PAGE), tokens(*PAGE[:16], 99, 98, 97)],

@@ -19,6 +19,7 @@ from frontend.picture_config import PictureConfig
 from frontend.prompt.chat import Chat, ChatMessage, ChatPicture
 from frontend.prompt.errors import PromptError, PromptTooLongError
 from frontend.prompt.pictures import PictureInputs
+from frontend.prompt.places import MessagePlace, places_of
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.prompt import num_image_tokens
 from frontend.prompt.tokenizer import load_tokenizer
@@ -103,6 +104,27 @@ async def test_the_ids_are_those_of_the_models_processor(model_dirs: dict[str, P
         keys = [feature.key for feature in prompt.features]
         assert keys[0] == keys[2]
         assert len(set(keys)) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_places_are_found_around_pictures(model_dirs: dict[str, Path], family: str) -> None:
+    directory = model_directory(family, model_dirs[family])
+    asked = chat(["compare ", "red", "blue", " and ", "red"], ["the same"], ["green", "then this?"])
+    other = chat(["compare ", "red", "green", "nothing"])
+    async with prompts_of(directory) as prompts:
+        prompt = await prompts.chat(asked, max_model_len=4096, places=places_of(asked))
+        assert prompt.token_ids == (await prompts.chat(asked, max_model_len=4096)).token_ids
+        for feature, (i, j) in zip(prompt.features, asked.picture_places, strict=True):
+            _, shown, end = prompt.places[MessagePlace(i, j)]
+            assert shown <= feature.start < feature.end <= end
+            assert sum(shown <= other.start < end for other in prompt.features) == 1
+        for i, j, text in [(0, 0, "compare"), (0, 3, "and"), (1, 0, "the same"), (2, 1, "then this?")]:
+            _, shown, end = prompt.places[MessagePlace(i, j)]
+            assert text in prompts.tokenizer.decode(prompt.token_ids[shown:end])
+        place = MessagePlace(0, 2)
+        elsewhere = await prompts.chat(other, max_model_len=4096, places=[place], bounds="start")
+        start = min(prompt.places[place].start, elsewhere.places[place].start)
+        assert prompt.token_ids[:start] == elsewhere.token_ids[:start]
 
 
 async def test_a_text_only_chat_of_such_a_model(model_dirs: dict[str, Path]) -> None:

@@ -120,6 +120,34 @@ def test_salts_keep_caches_apart(client: openai.OpenAI) -> None:
     assert [cached_tokens(salt) for salt in (None, "a", "b", "a", None)] == [0, 0, 0, 39, 39]
 
 
+def test_a_salt_from_a_message_on_shares_what_is_before_and_nothing_else(client: openai.OpenAI) -> None:
+    """The rules fill some blocks and a part of one; all of that is found by all, and not a token more."""
+    rules = {"role": "system", "content": "Keep to the rules of the salted lighthouse, all of them. " * 2}
+    question = {"role": "user", "content": "Which of the ships passed first?"}
+
+    def ask(salt: str | None, *messages: Any) -> tuple[str, int]:
+        body = {} if salt is None else {"cache_salt": {"salt": salt, "from": "messages[1]"}}
+        answer = client.chat.completions.create(
+            model="tiny", messages=list(messages), max_tokens=8, temperature=0, extra_body=body
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.choices[0].message.content or "", answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    text, before = ask("a", rules, question)
+    text_again, own = ask("a", rules, question)
+    _, shared = ask("b", rules, {"role": "user", "content": "Good night."})
+    assert before < shared < own
+    assert shared % BLOCK_SIZE != 0
+    others = [ask(salt, rules, question) for salt in ("c", "d", None)]
+    assert others == [(text, shared)] * 3
+    assert text_again == text
+    # What the model said belongs to the salt, too.
+    turns = rules, question, {"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}
+    assert ask("a", *turns)[1] > own
+    assert ask("e", *turns)[1] == shared
+
+
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1])
 def test_a_seed_decides_the_outcome(client: openai.OpenAI, seed: int) -> None:
     texts = {
