@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -88,27 +88,26 @@ class ChatPictures:
 
     def expanded(self, text: str, places: Sequence[PlaceOffsets], pictures: Sequence[Picture]) -> list[PlaceOffsets]:
         """Where `places` of `text` are in what `expand` makes of it. Of an image token they have all or nothing."""
-        token_size = len(self.image_token)
+        size = len(self.image_token)
         begins = [found.start() for found in re.finditer(re.escape(self.image_token), text)]
-        longer = [len(picture.layout.replacement) - token_size for picture in pictures]
+        longer = [len(picture.layout.replacement) - size for picture in pictures]
         moved = list(accumulate(longer, initial=0))
 
-        def move(offset: int, to_token: Callable[[int], int]) -> int:
+        def move(offset: int, *, after: bool = False) -> int:
             number = bisect_left(begins, offset)
-            if number and offset < begins[number - 1] + token_size:
-                offset = to_token(begins[number - 1])
-                number = bisect_left(begins, offset)
+            if number and offset < begins[number - 1] + size:
+                offset = begins[number - 1] + after * size
+                number -= not after
             return offset + moved[number]
 
-        def begin_of(begin: int) -> int:
-            return begin
-
-        def end_of(begin: int) -> int:
-            return begin + token_size
+        def settled(start: int) -> int:
+            # Whether the only picture before it is the only one of all is for what follows to say.
+            if bisect_left(begins, start) == 1 and pictures[0].layout.stands_alone is not None:
+                return begins[0]
+            return start
 
         return [
-            PlaceOffsets(move(place.start, begin_of), move(place.shown, begin_of), move(place.end, end_of))
-            for place in places
+            PlaceOffsets(move(settled(place.start)), move(place.shown), move(place.end, after=True)) for place in places
         ]
 
     def prompt(self, token_ids: list[int], pictures: Sequence[Picture]) -> Prompt:
@@ -136,6 +135,11 @@ class ChatPictures:
             for picture, (start, end) in zip(pictures, self.processor.mm_spans(placeholders), strict=True)
         )
         return Prompt(token_ids, features, spans, PictureInputs(self.pictures, pictures))
+
+
+def before_what_it_decides(start: int, spans: Sequence[ExtraKeySpan]) -> int:
+    """The last token up to `start` that is in the midst of none of `spans`: pictures that touch may see each other."""
+    return min([start, *(span.start for span in spans if span.start < start and not (span.end and span.end <= start))])
 
 
 def _settings(asked: JsonText) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Exact by construction: see `cuts`. Nothing that one tenant sent is used for another.
 
-Which tokens a place of the text has is read off where the tokens of its pieces end, and remembered like these.
+Which tokens a place of the text has is read off where the tokens of its pieces are, which is remembered like these.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
@@ -24,17 +25,16 @@ from .place_offsets import PlaceOffsets
 from .places import TokenRange
 from .stable_tokens import stable_tokens_of
 
+T = TypeVar("T")
+
 # Shorter ones save too little for what an entry weighs and takes to find.
 MIN_PIECE_CHARACTERS = 256
 # About 400 chats of 8,192 tokens.
 MAX_BYTES = 32 << 20
-# Of these, for where tokens end.
-_ENDS_SHARE = 1 / 8
+# Of these, for where tokens are.
+_OFFSETS_SHARE = 1 / 8
 
-_TOKEN_BYTES = 4
-
-# tenant and piece → a number for each token
-_Memory = ByteLRU[tuple[str, str], "array[int]"]
+_NUMBER_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -78,9 +78,9 @@ class PiecewiseTokenizer:
         self._tokenizer = tokenizer
         self._cuts = cuts_of(tokenizer)
         self._stable = stable_tokens_of(tokenizer, self._cuts)
-        for_ends = int(max_bytes * _ENDS_SHARE)
-        self._remembered: _Memory = ByteLRU(max_bytes - for_ends)
-        self._remembered_ends: _Memory = ByteLRU(for_ends)
+        for_offsets = int(max_bytes * _OFFSETS_SHARE)
+        self._remembered: ByteLRU[tuple[str, str], array[int]] = ByteLRU(max_bytes - for_offsets)
+        self._remembered_offsets: ByteLRU[tuple[str, str], TokenOffsets] = ByteLRU(for_offsets)
         self._lock = threading.Lock()
 
     def split(self, text: str, tenant: str) -> SplitText:
@@ -118,37 +118,37 @@ class PiecewiseTokenizer:
             text, add_special_tokens, check_number, {bisect_right(begins, offset) - 1 for offset in offsets}
         )
 
-        def number_of_tokens(offset: int, number_in: Callable[[Sequence[int], int], int]) -> int:
+        def number_of_tokens(offset: int, number_in: Callable[[TokenOffsets, int], int]) -> int:
             piece = bisect_right(begins, offset) - 1
             before, inside = tokenized.begins[piece], offset - begins[piece]
-            return before + (number_in(tokenized.ends[piece], inside) if inside else 0)
+            return before + (number_in(tokenized.offsets[piece], inside) if inside else 0)
 
         ranges = []
         for start, shown, end in settled:
-            first = number_of_tokens(shown, bisect_right)
-            last = number_of_tokens(end, _number_up_to) if end > shown else first
-            ranges.append(TokenRange(number_of_tokens(start, bisect_right), first, last))
+            first = number_of_tokens(shown, _number_that_end)
+            last = number_of_tokens(end, _number_that_begin) if end > shown else first
+            ranges.append(TokenRange(number_of_tokens(start, _number_that_end), first, last))
         return Tokens(tokenized.ids, ranges)
 
     def _tokenize(
         self, text: SplitText, add_special_tokens: bool, check_number: Callable[[int], None], looked_at: Set[int]
     ) -> _Tokenized:
-        """`looked_at`: the pieces of which it matters where their tokens end."""
+        """`looked_at`: the pieces of which it matters where their tokens are."""
         # encode() keeps the interpreter lock for its whole run (0.9 s for 1 MB); this one releases it.
-        encode, encode_with_ends = self._tokenizer.encode_batch_fast, self._tokenizer.encode_batch
+        encode, encode_with_offsets = self._tokenizer.encode_batch_fast, self._tokenizer.encode_batch
         prefix, suffix = (self._cuts.prefix, self._cuts.suffix) if self._cuts and add_special_tokens else ((), ())
         if self._cuts is None or (len(text.pieces) == 1 and not looked_at):
-            encode = encode_with_ends if looked_at else encode
+            encode = encode_with_offsets if looked_at else encode
             (encoding,) = encode(text.pieces, add_special_tokens=add_special_tokens)
             check_number(len(encoding))
             self._count(len(encoding), 0)
-            ends = {0: _ends(encoding)} if looked_at else {}
-            return _Tokenized(encoding.ids, [len(prefix), len(encoding) - len(suffix)], ends)
-        ends = {piece: known for piece in looked_at if (known := self._known_ends(text, piece)) is not None}
-        with_ends = sorted(looked_at - ends.keys())
-        without = [piece for piece, ids in enumerate(text.known) if ids is None and piece not in with_ends]
+            offsets = {0: _offsets(encoding)} if looked_at else {}
+            return _Tokenized(encoding.ids, [len(prefix), len(encoding) - len(suffix)], offsets)
+        offsets = {i: kept for i in looked_at if (kept := self._known_offsets(text, i)) is not None}
+        with_offsets = sorted(looked_at - offsets.keys())
+        without = [piece for piece, ids in enumerate(text.known) if ids is None and piece not in with_offsets]
         encodings: dict[int, Encoding] = {}
-        for pieces, encode_them in ((with_ends, encode_with_ends), (without, encode)):
+        for pieces, encode_them in ((with_offsets, encode_with_offsets), (without, encode)):
             texts = [text.pieces[piece] for piece in pieces]
             encodings |= zip(pieces, encode_them(texts, add_special_tokens=False))
         numbers = [len(encodings[i]) if known is None else len(known) for i, known in enumerate(text.known)]
@@ -156,50 +156,69 @@ class PiecewiseTokenizer:
         check_number(begins[-1] + len(suffix))
         self._count(begins[-1] + len(suffix), sum(len(known) for known in text.known if known is not None))
         whole = array("I", prefix)
-        for piece in with_ends:
-            ends[piece] = _ends(encodings[piece])
-            self._remember(self._remembered_ends, text, piece, ends[piece])
+        for piece in with_offsets:
+            offsets[piece] = new_offsets = _offsets(encodings[piece])
+            self._remember(self._remembered_offsets, text, piece, new_offsets, sum(map(len, new_offsets)))
         for piece, known in enumerate(text.known):
             if known is not None:
                 whole += known
                 continue
             whole += (new := array("I", encodings[piece].ids))
-            self._remember(self._remembered, text, piece, new)
+            self._remember(self._remembered, text, piece, new, len(new))
         whole.extend(suffix)
-        return _Tokenized(whole.tolist(), begins, ends)
+        return _Tokenized(whole.tolist(), begins, offsets)
 
     def _count(self, num_tokens: int, num_known: int) -> None:
         with self._lock:
             self.stats.num_tokens += num_tokens
             self.stats.num_remembered_tokens += num_known
 
-    def _known_ends(self, text: SplitText, piece: int) -> array[int] | None:
+    def _known_offsets(self, text: SplitText, piece: int) -> TokenOffsets | None:
         with self._lock:
-            return self._remembered_ends.get((text.tenant, text.pieces[piece]))
+            return self._remembered_offsets.get((text.tenant, text.pieces[piece]))
 
-    def _remember(self, memory: _Memory, text: SplitText, piece: int, numbers: array[int]) -> None:
+    def _remember(
+        self, memory: ByteLRU[tuple[str, str], T], text: SplitText, piece: int, value: T, num_numbers: int
+    ) -> None:
         if piece == len(text.pieces) - 1:
             return
         key = (text.tenant, text.pieces[piece])
         with self._lock:
-            memory.put(key, numbers, sum(map(sys.getsizeof, key)) + _TOKEN_BYTES * len(numbers))
+            memory.put(key, value, sum(map(sys.getsizeof, key)) + _NUMBER_BYTES * num_numbers)
+
+
+class TokenOffsets(NamedTuple):
+    """The characters from which and up to which each token of a piece goes. Both ascend."""
+
+    begins: array[int]
+    ends: array[int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokenized:
-    """`begins`: how many tokens there are before each piece, and behind the last one. `ends`: where they end in it."""
+    """`begins`: how many tokens there are before each piece, and behind the last one. `offsets`: those in a piece."""
 
     ids: list[int]
     begins: Sequence[int]
-    ends: Mapping[int, Sequence[int]]
+    offsets: Mapping[int, TokenOffsets]
 
 
-def _ends(encoding: Encoding) -> array[int]:
-    """Where each token ends, in characters. What is put around a text has no place in it, and ends where others do."""
-    return array("I", accumulate((end for _, end in encoding.offsets), max))
+def _offsets(encoding: Encoding) -> TokenOffsets:
+    """Some tokenizers leave whitespace out: here a token begins no later than where those before it end.
+
+    What is put around a text has no place in it, and ends where others do.
+    """
+    begins, ends = array("I"), array("I")
+    last_begin = last_end = 0
+    for begin, end in encoding.offsets:
+        begins.append(last_begin := max(last_begin, min(begin, last_end)))
+        ends.append(last_end := max(last_end, end))
+    return TokenOffsets(begins, ends)
 
 
-def _number_up_to(ends: Sequence[int], offset: int) -> int:
-    """Of the tokens up to that with the character before `offset`. A character may be several, which end together."""
-    last = bisect_left(ends, offset)
-    return bisect_right(ends, ends[last]) if last < len(ends) else len(ends)
+def _number_that_end(tokens: TokenOffsets, offset: int) -> int:
+    return bisect_right(tokens.ends, offset)
+
+
+def _number_that_begin(tokens: TokenOffsets, offset: int) -> int:
+    return bisect_left(tokens.begins, offset)

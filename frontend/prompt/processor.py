@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from .chat import Chat
 from .errors import ChatTemplateError, PromptError, PromptTooLongError
 from .least_tokens import least_tokens_of
-from .pictures import ChatPictures
+from .pictures import ChatPictures, before_what_it_decides
 from .piecewise import PiecewiseTokenizer, SplitText, TokenizationStats, Tokens
 from .place_offsets import PlaceOffsets, place_offsets
 from .places import Bounds, Place
@@ -129,7 +129,11 @@ class PromptProcessor:
         cost = _PREPARING_SHARE * num_characters
         tokens = await tokenize(expand, cost)
         prompt = await self._run(lambda: pictures.prompt(tokens.ids, loaded), cost)
-        return replace(prompt, places=dict(zip(places, tokens.ranges, strict=True)))
+        ranges = [
+            range_._replace(start=before_what_it_decides(range_.start, prompt.extra_key_spans))
+            for range_ in tokens.ranges
+        ]
+        return replace(prompt, places=dict(zip(places, ranges, strict=True)))
 
     async def text(
         self,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -26,6 +27,7 @@ from .tokenizer_steps import is_byte_level, steps
 
 # What they make of a character does not depend on it, or is a space.
 _PLAIN_NORMALIZERS = frozenset({"Prepend", "Replace"})
+_PATTERNS_OF_SPACES = frozenset({" {2,}", "\\s+", " +"})
 _OVER_A_SPACE = re.compile(r"(\S) ")
 _LEFT = ("a", "the ship", "x.", "12", "é", "日本", "(a)", "<", "👩\u200d🚀")
 _RIGHT = ("a", " a", "\n", " ", ".", "1", "日", "'s", "\u0301")
@@ -55,7 +57,7 @@ class StableTokens:
 
 def stable_tokens_of(tokenizer: Tokenizer, cuts: Cuts | None) -> StableTokens:
     """`cuts` are those of `tokenizer`. Reads the whole vocabulary: up to 100 ms for 260,000 tokens."""
-    if not is_known(tokenizer):
+    if not is_known(tokenizer) or not all(map(_keeps_spaces, steps(tokenizer.normalizer, "normalizers"))):
         return StableTokens(cuts, None)
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     goes_on = {found[1] for spelled in (*added, *_with_spaces(tokenizer)) for found in _OVER_A_SPACE.finditer(spelled)}
@@ -63,6 +65,14 @@ def stable_tokens_of(tokenizer: Tokenizer, cuts: Cuts | None) -> StableTokens:
     if goes_on and any(step["type"] not in _PLAIN_NORMALIZERS for step in steps(tokenizer.normalizer, "normalizers")):
         return StableTokens(cuts, None)
     return StableTokens(cuts, frozenset(goes_on) if _proves_right(tokenizer, goes_on) else None)
+
+
+def _keeps_spaces(normalizer: dict[str, Any]) -> bool:
+    """Whether it makes the same of what is left of a space, whatever is right of it, as far as is known."""
+    if normalizer["type"] != "Replace":
+        return True
+    pattern = normalizer["pattern"]
+    return pattern.get("Regex") in _PATTERNS_OF_SPACES or not _OVER_A_SPACE.search(pattern.get("String", "x "))
 
 
 def _with_spaces(tokenizer: Tokenizer) -> Iterator[str]:

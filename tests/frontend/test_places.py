@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from engine_core import resolve_model
 from frontend.prompt.canonical_json import JsonText
 from frontend.prompt.chat import Chat, ChatMessage, ChatPicture, Tool, ToolCall
 from frontend.prompt.chat_template import ChatTemplate, chat_template_of
@@ -25,6 +26,7 @@ from frontend.prompt.places import (
     place_named,
     places_of,
 )
+from frontend.prompt.tokenizer import load_tokenizer
 from tests.frontend.templates import DATED_TEMPLATE, TOOL_TEMPLATE, tokenizer_with
 from tests.frontend.test_template_pictures import HOISTED, IN_PLACE, TOKEN
 from tests.tiny_models import CHATML_TEMPLATE
@@ -98,6 +100,10 @@ SCHEMA = JsonText('{"properties": {"p7": {"type": "string"}}, "type": "object"}'
 def template_of(chat_model_dir: Path) -> Callable[[str], ChatTemplate]:
     @cache
     def make(name: str) -> ChatTemplate:
+        if name == "smollm2":
+            model = load_tokenizer(resolve_model(name).path).chat_template
+            assert model is not None
+            return model
         template = chat_template_of(tokenizer_with(chat_model_dir, TEMPLATES[name]), image_token=TOKEN)
         assert template is not None
         return template
@@ -347,7 +353,7 @@ def chats_and_others(draw: st.DrawFn, template: ChatTemplate, alternates: bool) 
     return chat, replace(chat, **changes), place  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", [*TEMPLATES, "smollm2"])
 @settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_what_is_before_a_place_does_not_depend_on_it(
@@ -370,7 +376,7 @@ def test_what_is_before_a_place_does_not_depend_on_it(
     assert span.start <= span.shown <= span.end <= len(text)
 
 
-@pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"only_users"}))
+@pytest.mark.parametrize("name", sorted({*TEMPLATES, "smollm2"} - {"only_users"}))
 @settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_all_of_a_place_is_before_its_end(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
 from itertools import accumulate
@@ -12,14 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Encoding
+from tokenizers import AddedToken, Encoding, Regex, normalizers
 
 from frontend.prompt import piecewise
 from frontend.prompt.chat import Chat, ChatMessage, Tool
 from frontend.prompt.chat_template import chat_template_of
 from frontend.prompt.cuts import cuts_of
 from frontend.prompt.errors import PromptError
-from frontend.prompt.piecewise import PiecewiseTokenizer, Tokens
+from frontend.prompt.piecewise import PiecewiseTokenizer, TokenOffsets, Tokens
 from frontend.prompt.place_offsets import PlaceOffsets
 from frontend.prompt.places import (
     MessagePlace,
@@ -121,6 +120,15 @@ def test_an_added_token_that_goes_over_a_space_is_minded() -> None:
     assert stable_tokens_of(tokenizer, None) == StableTokens(None, frozenset("e"))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "keeps"), [("the ship", False), (Regex("e.s"), False), ("''", True), (Regex(" {2,}"), True)]
+)
+def test_a_normalizer_that_may_look_behind_a_space_is_minded(pattern: str | Regex, keeps: bool) -> None:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Replace(pattern, "x")
+    assert stable_tokens_of(tokenizer, None).goes_on == (frozenset() if keeps else None)
+
+
 def test_nothing_is_sure_of_a_tokenizer_that_does_something_unknown() -> None:
     tokenizer = byte_level()
     tokenizer.encode_special_tokens = True
@@ -130,16 +138,16 @@ def test_nothing_is_sure_of_a_tokenizer_that_does_something_unknown() -> None:
     assert "".join(map(tokenizer.id_to_token, ids[shown:end])) == "ĠandĠthe"
 
 
-def test_where_tokens_end_is_remembered_for_its_tenant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_tokens_are_is_remembered_for_its_tenant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = PiecewiseTokenizer(tokenizer_of("byte_level"))
     read: list[int] = []
 
-    def ends(encoding: Encoding) -> array[int]:
+    def offsets(encoding: Encoding) -> TokenOffsets:
         read.append(len(encoding))
-        return ends_of(encoding)
+        return offsets_of(encoding)
 
-    ends_of = piecewise._ends
-    monkeypatch.setattr(piecewise, "_ends", ends)
+    offsets_of = piecewise._offsets
+    monkeypatch.setattr(piecewise, "_offsets", offsets)
     text = "<|start|>the ship and the page<|end|>"
     place = PlaceOffsets(13, 13, 20)
     ranges = []

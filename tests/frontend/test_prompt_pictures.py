@@ -18,11 +18,12 @@ from frontend.open_pictures import open_pictures
 from frontend.picture_config import PictureConfig
 from frontend.prompt.chat import Chat, ChatMessage, ChatPicture
 from frontend.prompt.errors import PromptError, PromptTooLongError
-from frontend.prompt.pictures import PictureInputs
+from frontend.prompt.pictures import PictureInputs, before_what_it_decides
 from frontend.prompt.places import MessagePlace, places_of
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.prompt import num_image_tokens
 from frontend.prompt.tokenizer import load_tokenizer
+from ipc.messages import ExtraKeySpan
 from multimodal import PictureError
 from multimodal.processor_loading import load_transformers_processor
 from tests.frontend.picture_app import data_url, encoded, model_directory
@@ -125,6 +126,32 @@ async def test_places_are_found_around_pictures(model_dirs: dict[str, Path], fam
         elsewhere = await prompts.chat(other, max_model_len=4096, places=[place], bounds="start")
         start = min(prompt.places[place].start, elsewhere.places[place].start)
         assert prompt.token_ids[:start] == elsewhere.token_ids[:start]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("before", [["red"], ["red", "blue"], ["text", "red"]])
+async def test_no_picture_before_a_place_depends_on_what_follows(
+    model_dirs: dict[str, Path], family: str, before: list[str]
+) -> None:
+    """Neither what it becomes, which may be less in company, nor its K/V, where pictures that touch see each other."""
+    directory = model_directory(family, model_dirs[family])
+    place = MessagePlace(0, len(before))
+    async with prompts_of(directory) as prompts:
+        found = [
+            await prompts.chat(chat([*before, *behind]), max_model_len=4096, places=[place])
+            for behind in (["text"], ["green"], ["text", "green"])
+        ]
+    start = min(prompt.places[place].start for prompt in found)
+    assert len({tuple(prompt.token_ids[:start]) for prompt in found}) == 1
+    decided = {tuple(span for span in prompt.extra_key_spans if span.start < start) for prompt in found}
+    assert len(decided) == 1
+    assert all(span.end is not None and span.end <= start for spans in decided for span in spans)
+
+
+@pytest.mark.parametrize(("start", "before"), [(2, 2), (3, 3), (4, 3), (6, 3), (7, 7), (9, 8), (20, 8)])
+def test_nothing_begins_in_the_midst_of_what_pictures_decide(start: int, before: int) -> None:
+    spans = [ExtraKeySpan(3, 7, "mm", "cat"), ExtraKeySpan(3, 7, "mm", "dog"), ExtraKeySpan(8, None, "mm", "bird")]
+    assert before_what_it_decides(start, spans) == before
 
 
 async def test_a_text_only_chat_of_such_a_model(model_dirs: dict[str, Path]) -> None:
