@@ -177,28 +177,27 @@ class FrequencyMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(6, 24))
     def start(self, num_blocks: int):
         self.caller = Caller(num_blocks)
-        self.running: list[list[KVCacheBlock]] = []
+        self.running: list[tuple[list[KVCacheBlock], int]] = []
 
     @rule(words=st.text("ab", min_size=1, max_size=6))
     def serve(self, words: str):
-        held = {id(block) for blocks in self.running for block in blocks}
+        held = {id(block) for blocks, _ in self.running for block in blocks}
         if len(words) > self.caller.pool.num_blocks - len(held):
             return
-        blocks, _ = self.caller.begin(words)
-        self.running.append(blocks)
+        self.running.append(self.caller.begin(words))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end(self, data: st.DataObject):
-        blocks = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        blocks, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         self.caller.pool.free_blocks(blocks[::-1])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject):
-        """What it registered is forgotten, where nobody else shares it."""
-        blocks = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.caller.pool.unregister([block for block in blocks if block.ref_cnt == 1])
+        """What it registered is forgotten, where nobody else shares it; what it found stays."""
+        blocks, num_hits = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.caller.pool.unregister([block for block in blocks[num_hits:] if block.ref_cnt == 1])
         self.caller.pool.free_blocks(blocks[::-1])
 
     @invariant()
