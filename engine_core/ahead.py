@@ -25,6 +25,8 @@ def schedule_ahead(scheduler: Scheduler, step: Step) -> Step | None:
 
     None where this has to wait for the tokens of `step`. Then what was allocated stays with its requests.
     """
+    # What is kept no longer may be what somebody waits for.
+    scheduler.kv.release_expired()
     if scheduler.has_more_to_do():
         return None
     places = {entry.request: place for place, entry in enumerate(step.scheduled) if entry.samples}

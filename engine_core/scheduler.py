@@ -376,6 +376,8 @@ class Scheduler:
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        # Its time may be over before the prompt is computed again.
+        request.num_kept_tokens = ()
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         request.num_preemptions += 1
@@ -409,8 +411,8 @@ class Scheduler:
             is_first = request.first_token_s is None
             if is_first:
                 request.first_token_s = now_s
-                if request.keep and request.index == 0:
-                    request.num_kept_tokens = self.kv.keep_prompt(request)
+            if request.keep and request.index == 0 and not request.num_kept_tokens:
+                request.num_kept_tokens = self.kv.keep_prompt(request)
             # Before this token's block is hashed: the others share the prompt's hashes, not that of its first output.
             if request.index == 0 and request.num_output_tokens == 1 and request.sampling_params.n > 1:
                 self._fork(request)

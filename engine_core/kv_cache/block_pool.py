@@ -10,7 +10,7 @@ from engine_core.config import EvictionPolicy
 from .block import KVCacheBlock
 from .eviction import make_eviction_order
 from .lost_blocks import LostBlocks
-from .prefix_tree import PrefixTree
+from .prefix_tree import PrefixNode, PrefixTree
 from .retention import KeepTerms, KeptBlocks
 
 
@@ -94,8 +94,18 @@ class BlockPool:
                 drop(block)
                 if node.num_blocks == 0:
                     lost[node.block_hash] = loss
+                if node.block_hash is None:
+                    self._release_rest_of(node)
             block.ref_cnt = 1
         return blocks
+
+    def _release_rest_of(self, node: PrefixNode) -> None:
+        """The beginning of a block is one in all groups or none: where one has lost it, the others keep nothing."""
+        if self.kept.num_free_blocks:
+            for block in node.copies:
+                if isinstance(block, KVCacheBlock) and block.keep is not None and block.ref_cnt == 0:
+                    self.kept.forget(block)
+                    self._release((block,))
 
     def _give_up_kept(self, count: int) -> None:
         """Have `count` blocks in the free queue, if there are as many free ones."""
@@ -147,11 +157,14 @@ class BlockPool:
         return [block for block in freed if block.keep is None]
 
     def keep(self, blocks: Sequence[KVCacheBlock], terms: KeepTerms) -> int:
-        """Keep these referenced blocks, from the first one on as far as there is room (`KeptBlocks.keep`); how many
-        are.
+        """Keep these blocks, all different, from the first one on as far as there is room (`KeptBlocks.keep`); how
+        many are. For those that are free it is a use.
         """
+        free = [block for block in blocks if block.ref_cnt == 0]
+        self.touch(free)
         num_kept, released = self.kept.keep(blocks, terms)
         self._release(released)
+        self.free_blocks(reversed(free))
         return num_kept
 
     def release_expired(self) -> None:

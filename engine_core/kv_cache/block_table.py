@@ -19,7 +19,8 @@ class BlockTable:
 
     Attributes:
         is_registrable: whether what it fills is to be cached. False once another prefix had the hash of one of its
-            blocks, or the cache was reset: those behind it are not cached either.
+            blocks: those behind it are not cached either.
+        is_stale: whether the cache was reset since something of it was computed: nothing of it is to be found.
         num_given_back: of each group, how many blocks.
     """
 
@@ -27,6 +28,7 @@ class BlockTable:
         "block_tables",
         "blocks",
         "is_registrable",
+        "is_stale",
         "nodes",
         "num_given_back",
         "num_shared_blocks",
@@ -34,7 +36,11 @@ class BlockTable:
     )
 
     def __init__(
-        self, request: Request, nodes: Sequence[PrefixNode], shared: Sequence[Sequence[KVCacheBlock | None]]
+        self,
+        request: Request,
+        nodes: Sequence[PrefixNode],
+        shared: Sequence[Sequence[KVCacheBlock | None]],
+        is_stale: bool = False,
     ) -> None:
         self.request = request
         self.nodes = list(nodes)
@@ -42,7 +48,8 @@ class BlockTable:
         self.block_tables = [[0 if block is None else block.block_id for block in blocks] for blocks in shared]
         self.num_given_back = [blocks.count(None) for blocks in self.blocks]
         self.num_shared_blocks = len(self.blocks[0])
-        self.is_registrable = request.write_prefix_cache and len(nodes) == self.num_shared_blocks
+        self.is_stale = is_stale
+        self.is_registrable = request.write_prefix_cache and not is_stale and len(nodes) == self.num_shared_blocks
 
     def extend(self, group: int, blocks: Sequence[KVCacheBlock]) -> None:
         self.blocks[group] += blocks

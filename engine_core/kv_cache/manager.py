@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -18,8 +18,9 @@ from .block_content import num_common_tokens, partial_content
 from .block_pool import BlockPool
 from .block_table import BlockTable
 from .groups import first_visible_block, most_blocks
+from .kept_prompt import Column, blocks_to_keep, num_kept_tokens
 from .miss_reason import examine_miss
-from .prefix_hit import PrefixHit, Tail, find_hit
+from .prefix_hit import PrefixHit, Tail, find_hit, num_whole_blocks
 from .prefix_tree import PrefixNode, PrefixTree
 from .residency import BlockResidency, ObservedBlockPool
 from .retention import spans_of_terms
@@ -28,7 +29,7 @@ from .retention import spans_of_terms
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """Why a request could not be admitted: its whole sequence lacked `num_blocks` blocks beyond `num_spare_blocks`
-    and, with `spare_kept`, kept ones.
+    and, with `spare_kept`, kept ones; besides those that were to be copied from.
 
     `num_freed` and `num_registered` are the pool's at that moment, `next_hash` that of the first block it did not find
     cached (None if it cannot find more).
@@ -213,7 +214,7 @@ class KVCacheManager:
                 request.token_ids, request.extra_key_spans, start, start + num_slots, self.block_size
             )
             tail = Tail(table.at(num_full), num_slots, content)
-        return PrefixHit(table.nodes[:num_full], blocks, num_hit_tokens, tail)
+        return PrefixHit(table.nodes[:num_full], blocks, num_hit_tokens, tail, table.is_stale)
 
     def still_lacks_room(self, request: Request, num_spare_blocks: int = 0) -> bool:
         """Whether `allocate_slots` with `reserve_full_sequence`, refused to this request before, would be again.
@@ -280,15 +281,15 @@ class KVCacheManager:
             num_required = max(num_needed, num_in_all - len(touched))
         sources = () if hit.tail is None else hit.tail.blocks
         spare_kept = bool(self.tables)
-        num_required += num_spare_blocks + self._num_taken_by((*touched, *sources), spare_kept)
+        num_required += num_spare_blocks + self._num_taken_by(touched, spare_kept)
         num_lacking = num_required - self._num_takeable_blocks(spare_kept)
-        if num_lacking > 0:
+        if num_lacking + self._num_taken_by(sources, spare_kept) > 0:
             if reserve_full_sequence:
                 self._note_shortage(request, num_lacking, num_spare_blocks, hit)
             return None
         self._shortage = None
         self.pool.touch([*touched, *sources])
-        table = self.tables[request.request_id] = BlockTable(request, hit.nodes, hit.blocks)
+        table = self.tables[request.request_id] = BlockTable(request, hit.nodes, hit.blocks, hit.is_stale)
         new_blocks = self._extend(table, num_needed, num_tokens)
         if hit.tail is not None:
             targets = table.at(hit.num_whole_blocks)
@@ -311,12 +312,17 @@ class KVCacheManager:
 
     def _note_shortage(self, request: Request, num_lacking: int, num_spare_blocks: int, hit: PrefixHit) -> None:
         next_hash = None
-        if request.read_prefix_cache and hit.num_whole_blocks < len(request.block_hashes):
+        if self.windows == (None,) and request.read_prefix_cache and hit.num_whole_blocks < len(request.block_hashes):
             next_hash = request.block_hashes[hit.num_whole_blocks]
         num_freed, num_registered = self.pool.num_freed, self.pool.tree.num_registered
-        self._shortage = Shortage(
+        shortage = Shortage(
             request, num_lacking, num_spare_blocks, bool(self.tables), num_freed, num_registered, next_hash
         )
+        before = self._shortage
+        if before is not None and replace(before, num_blocks=num_lacking) == shortage:
+            # With a tail or without it, a hit needs other blocks of windows.
+            shortage = min(before, shortage, key=lambda shortage: shortage.num_blocks)
+        self._shortage = shortage
 
     def _extend(self, table: BlockTable, num_needed: int, num_tokens: int) -> list[KVCacheBlock]:
         new_blocks: list[KVCacheBlock] = []
@@ -332,10 +338,11 @@ class KVCacheManager:
         for group, window in enumerate(self.windows):
             if window is not None:
                 first = first_visible_block(window, table.request.num_computed_tokens, self.block_size)
-                self._free(table.request, table.give_back(group, first))
+                self._free(table, table.give_back(group, first))
 
-    def _free(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
-        self.pool.free_blocks(blocks, to_be_taken_first=not request.write_prefix_cache)
+    def _free(self, table: BlockTable, blocks: Iterable[KVCacheBlock]) -> None:
+        is_of_no_use = table.is_stale or not table.request.write_prefix_cache
+        self.pool.free_blocks(blocks, to_be_taken_first=is_of_no_use)
 
     def copies_for(self, request: Request) -> Sequence[SlotCopy]:
         """What has to be copied before the step in which the request was just admitted."""
@@ -442,7 +449,7 @@ class KVCacheManager:
         del self.tables[request.request_id]
         if (pending := self._pending.pop(request.request_id, None)) is not None:
             self.pool.free_blocks(pending.sources)
-        self._free(request, table.from_the_end())
+        self._free(table, table.from_the_end())
 
     def _keep_tail(self, table: BlockTable) -> None:
         request = table.request
@@ -465,22 +472,32 @@ class KVCacheManager:
     def keep_prompt(self, request: Request) -> tuple[int, ...]:
         """The prompt is computed: keep what the request asked for; of each of its `keep`, how many tokens are kept.
 
-        What several of them cover is kept on the best terms of each.
+        Kept are the blocks that lookups find, whoever filled them: in groups with a window, those that hits at the ends
+        of its `keep` need. What several of these cover is kept on the best terms of each.
         """
-        table = self.tables[request.request_id]
-        num_kept_blocks = 0
-        if self.enable_caching and request.write_prefix_cache:
-            for first, end, terms in spans_of_terms(request.keep, request.tenant, self.block_size):
-                columns = [table.at(index) for index in range(first, end)]
-                num_kept = self.pool.keep([block for column in columns for block in column], terms)
-                for column in columns:
-                    num_kept -= len(column)
-                    if num_kept < 0:
-                        break
-                    num_kept_blocks += 1
-                if num_kept_blocks < end:
-                    break
-        return tuple(min(keep.num_tokens, num_kept_blocks * self.block_size) for keep in request.keep)
+        if not (self.enable_caching and request.write_prefix_cache):
+            return (0,) * len(request.keep)
+        columns = self._prompt_columns(self.tables[request.request_id])
+        for first, end, terms in spans_of_terms(request.keep, request.tenant, self.block_size):
+            wanted = blocks_to_keep(columns, first, end, self.windows, self.block_size)
+            if self.pool.keep(wanted, terms) < len(wanted):
+                break
+        return tuple(num_kept_tokens(columns, keep.num_tokens, self.windows, self.block_size) for keep in request.keep)
+
+    def _prompt_columns(self, table: BlockTable) -> list[Column]:
+        """Of each block of the prompt, what lookups find in each group, as far as they get."""
+        request, size = table.request, self.block_size
+        num_full, num_more = divmod(request.num_prompt_tokens, size)
+        # The last one may have been filled by what was generated.
+        hashes = request.block_hashes[: num_full + (num_more > 0)]
+        path = self.pool.tree.walk(hashes, request.block_contents)
+        path = path[: num_whole_blocks(path, self.windows)]
+        columns: list[Column] = [[node.block(group) for group in range(len(self.windows))] for node in path]
+        # If it is filled later, a prompt's tail in a window is not for lookups.
+        stays = self.match_unit == "token" and (self.window_retention == "all" or not self._has_windows)
+        if num_more and len(path) == num_full and stays and self._parent_of_tail(table, num_full) is not None:
+            columns.append(table.at(num_full))
+        return columns
 
     def release_expired(self) -> None:
         """Blocks that were kept for long enough are free as any other."""
@@ -493,6 +510,4 @@ class KVCacheManager:
         self.pool.reset()
         self._provisional.clear()
         for table in self.tables.values():
-            table.is_registrable = False
-            # Nor are its continuations', which begin with a copy of it.
-            table.request.write_prefix_cache = False
+            table.is_stale, table.is_registrable = True, False

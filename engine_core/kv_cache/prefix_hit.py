@@ -34,13 +34,14 @@ class PrefixHit:
     `blocks` are its whole blocks in each group (None where no token to come sees it), `nodes` theirs. If every block of
     the sequence is cached, `num_tokens` is one less than they hold, because the last token's logits are needed.
 
-    A fork may share blocks that have no node.
+    A fork may share blocks that have no node. `is_stale`: they are from before a reset.
     """
 
     nodes: Sequence[PrefixNode]
     blocks: Sequence[Sequence[KVCacheBlock | None]]
     num_tokens: int
     tail: Tail | None = None
+    is_stale: bool = False
 
     @property
     def num_whole_blocks(self) -> int:
@@ -66,7 +67,7 @@ def find_hit(
     `find_tail` says what can be copied behind so many whole blocks. Windows may make the hit lose blocks that an
     evicted one before them is missing from; what is copied counts as there.
     """
-    num_whole = _num_whole_blocks(path, windows)
+    num_whole = num_whole_blocks(path, windows)
     while True:
         furthest = min((num_whole + 1) * block_size - 1, num_tokens - 1)
         blocking = _blocking(path, num_whole, windows, furthest, block_size)
@@ -79,7 +80,7 @@ def find_hit(
         num_whole = blocking
 
 
-def _num_whole_blocks(path: Sequence[PrefixNode], windows: Sequence[int | None]) -> int:
+def num_whole_blocks(path: Sequence[PrefixNode], windows: Sequence[int | None]) -> int:
     """How many of the first blocks every group that sees all of them has."""
     num_whole = len(path)
     for group, window in enumerate(windows):

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from ipc.messages import KeepPrefix
+from ipc.messages import MAX_KEPT_PRIORITY, KeepPrefix
 
 from .block import KVCacheBlock
+
+# Of what several tenants asked for: it gives way to nobody's, or one could push out what it shares with another.
+SHARED_PRIORITY = MAX_KEPT_PRIORITY + 1
 
 
 class KeepTerms(NamedTuple):
@@ -89,21 +92,28 @@ class KeptBlocks:
         Returns how many of them are kept, and the free ones that gave way to them: of the same tenant and of lower
         priority.
         """
-        keep = Keep(terms, 0.0)
+        keeps: dict[KeepTerms, Keep] = {}
         released: list[KVCacheBlock] = []
         for place, block in enumerate(blocks):
-            if not _is_better(terms, block.keep):
+            present = block.keep
+            joint = _joint_terms(terms, present)
+            if present is not None and joint == present.terms:
                 continue
-            if not self._has_room(terms, block.keep):
-                gives_way = self._lowest(terms.tenant)
+            if not self._has_room(joint, present):
+                gives_way = self._lowest(joint.tenant)
                 if gives_way is None or gives_way.terms.priority >= terms.priority:
-                    self.num_refused_blocks += sum(_is_better(terms, other.keep) for other in blocks[place:])
+                    self.num_refused_blocks += sum(
+                        other.keep is None or _joint_terms(terms, other.keep) != other.keep.terms
+                        for other in blocks[place:]
+                    )
                     return place, released
                 released += self._take(gives_way, 1)
                 self.num_given_up_blocks += 1
             self.forget(block)
-            block.keep = keep
-            self._count(terms.tenant, 1)
+            if joint not in keeps:
+                keeps[joint] = Keep(joint, 0.0)
+            block.keep = keeps[joint]
+            self._count(joint.tenant, 1)
         return len(blocks), released
 
     def _has_room(self, terms: KeepTerms, present: Keep | None) -> bool:
@@ -194,11 +204,14 @@ class KeptBlocks:
         """So many free kept blocks, which are kept no longer: those of lowest priority that would expire soonest, of
         all tenants. There must be as many.
         """
+        firsts = [(tenant.keeps[0], tenant) for tenant in self._tenants.values() if tenant.first() is not None]
+        heapify(firsts)
         released: list[KVCacheBlock] = []
         while len(released) < num_blocks:
-            firsts = [keep for tenant in self._tenants.values() if (keep := tenant.first()) is not None]
-            keep = min(firsts, key=lambda keep: (keep.terms.priority, keep.expires_s))
+            (*_, keep), tenant = heappop(firsts)
             released += self._take(keep, num_blocks - len(released))
+            if tenant.first() is not None:
+                heappush(firsts, (tenant.keeps[0], tenant))
         self.num_given_up_blocks += len(released)
         return released
 
@@ -210,14 +223,19 @@ class KeptBlocks:
         return taken
 
 
-def _is_better(terms: KeepTerms, present: Keep | None) -> bool:
-    """Whether a block that is kept as at present is kept longer on `terms`. To whom it counts changes only then."""
+def _joint_terms(terms: KeepTerms, present: Keep | None) -> KeepTerms:
+    """On what terms a block is kept that is kept as at present and is to be on `terms`, too: the best of each. It
+    counts to who keeps it longer, of equals to who came first.
+    """
     if present is None:
-        return True
+        return terms
     theirs = present.terms
-    if theirs.tenant != terms.tenant:
-        return terms.ttl_s > theirs.ttl_s
-    return terms != theirs and terms.ttl_s >= theirs.ttl_s and terms.priority >= theirs.priority
+    tenant, priority = theirs.tenant, max(terms.priority, theirs.priority)
+    if terms.tenant != tenant:
+        priority = SHARED_PRIORITY
+        if terms.ttl_s > theirs.ttl_s:
+            tenant = terms.tenant
+    return KeepTerms(tenant, max(terms.ttl_s, theirs.ttl_s), priority)
 
 
 def spans_of_terms(keeps: Sequence[KeepPrefix], tenant: str, block_size: int) -> list[tuple[int, int, KeepTerms]]:

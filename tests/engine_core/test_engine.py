@@ -53,12 +53,14 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 
 
 def assert_idle(engine: EngineCore) -> None:
-    """No request, no block in use, every `ref_cnt` 0, and every cached block findable."""
+    """No request, no block in use, every `ref_cnt` 0, every cached block findable, and those kept no longer queued."""
     kv = engine._scheduler.kv
     assert not engine.has_unfinished_requests() and not engine._scheduler.running and not len(engine._scheduler.waiting)
     assert not kv.tables and engine._scheduler._sharing.is_idle()
     assert all(block.ref_cnt == 0 for block in kv.pool.blocks)
-    assert sorted(block.block_id for block in kv.pool.free_queue) == list(range(kv.pool.num_blocks))
+    kept = [block.block_id for block in kv.pool.blocks if block.keep is not None]
+    assert sorted([block.block_id for block in kv.pool.free_queue] + kept) == list(range(kv.pool.num_blocks))
+    assert len(kept) == kv.pool.kept.num_blocks == kv.pool.kept.num_free_blocks
     hashed = {block.block_hash for block in kv.pool.blocks if block.block_hash is not None}
     assert hashed == set(kv.pool.tree.copies())
 

@@ -262,3 +262,28 @@ def test_who_lacked_room_lacks_it_until_enough_is_freed_or_found_in_the_cache():
     assert manager.still_lacks_room(waiting), "a block freed, and the one it shares: 6 blocks of 4"
     manager.free(others[0])
     assert not manager.still_lacks_room(waiting) and not is_refused()
+
+
+def test_who_lacks_room_with_a_copy_or_without_it_is_looked_up_again_when_either_has_it():
+    """With windows, what a hit needs depends on where it ends: without its copy this one has nothing at all."""
+    manager = KVCacheManager(30, B, windows=(None, 2 * B), max_step_tokens=64)
+    first = new_request("first", range(3 * B))
+    admit(manager, first)
+    full, windowed = (list(blocks) for blocks in manager.tables["first"].blocks)
+    manager.free(first)
+    manager.pool.unregister([windowed[0]])
+    manager.pool.touch([full[0], full[1], windowed[1]])
+    taken = manager.pool.get_new_blocks(24)
+    second = new_request("second", [*range(3 * B - 1), *range(90, 90 + B + 1)])
+
+    def admits(num_hit_tokens: int, *, whole_blocks_only: bool) -> bool:
+        hit = manager.get_computed_blocks(second, whole_blocks_only=whole_blocks_only)
+        assert hit.num_tokens == num_hit_tokens
+        num_new_tokens = second.num_tokens - hit.num_tokens
+        return manager.allocate_slots(second, num_new_tokens, hit, reserve_full_sequence=True) is not None
+
+    assert not admits(3 * B - 1, whole_blocks_only=False) and not admits(0, whole_blocks_only=True)
+    assert manager.still_lacks_room(second)
+    manager.pool.free_blocks(taken[:4])
+    assert not manager.still_lacks_room(second)
+    assert admits(3 * B - 1, whole_blocks_only=False)

@@ -10,19 +10,13 @@ import pytest
 
 from engine_core.kv_cache import BlockHasher, KVCacheManager
 from engine_core.request import Request
-from ipc.messages import KeepPrefix
+from ipc.messages import ExtraKeySpan, KeepPrefix
 from tests.engine_core.make import make_request
+from tests.engine_core.slow_retention import Clock
+from tests.engine_core.test_step_cost import count_bytecodes
 
 B = 4
 HASHER = BlockHasher("sha256", B)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -30,8 +24,11 @@ def clock() -> Clock:
     return Clock()
 
 
-def make_manager(clock: Clock, num_blocks: int = 12, share: float = 0.5, per_tenant: float = 0.5) -> KVCacheManager:
-    return KVCacheManager(num_blocks, B, max_kept_share=share, max_kept_share_per_tenant=per_tenant, clock=clock)
+def make_manager(
+    clock: Clock, num_blocks: int = 12, share: float = 0.5, per_tenant: float = 0.5, **more: Any
+) -> KVCacheManager:
+    shares = {"max_kept_share": share, "max_kept_share_per_tenant": per_tenant}
+    return KVCacheManager(num_blocks, B, **shares, clock=clock, **more)
 
 
 def new_request(request_id: str, tokens: Sequence[int], **options: Any) -> Request:
@@ -50,10 +47,10 @@ def run(
     *,
     keep: Sequence[KeepPrefix] = (),
     tenant: str = "",
-    write: bool = True,
+    **how: Any,
 ) -> tuple[int, ...]:
     """A request comes, computes its prompt and ends; of each of `keep`, how many tokens are kept."""
-    request = begin(manager, tokens, keep=keep, tenant=tenant, write=write)
+    request = begin(manager, tokens, keep=keep, tenant=tenant, **how)
     manager.free(request)
     return request.num_kept_tokens
 
@@ -65,14 +62,20 @@ def begin(
     keep: Sequence[KeepPrefix] = (),
     tenant: str = "",
     write: bool = True,
+    read: bool = True,
+    num_step_tokens: int = 1 << 20,
+    extra_key_spans: tuple[ExtraKeySpan, ...] = (),
 ) -> Request:
     manager.release_expired()
-    cache = {"keep": tuple(keep), "tenant": tenant, "write_prefix_cache": write}
-    request = new_request(f"{tenant} {random.random()}", tokens, **cache)
+    cache = {"keep": tuple(keep), "tenant": tenant, "write_prefix_cache": write, "read_prefix_cache": read}
+    request = new_request(f"{tenant} {random.random()}", tokens, extra_key_spans=extra_key_spans, **cache)
     hit = manager.get_computed_blocks(request)
-    assert manager.allocate_slots(request, request.num_tokens - hit.num_tokens, hit) is not None
-    manager.commit_step()
-    request.num_computed_tokens = request.num_tokens
+    request.num_computed_tokens = hit.num_tokens
+    while request.num_computed_tokens < request.num_tokens:
+        num_tokens = min(num_step_tokens, request.num_tokens - request.num_computed_tokens)
+        assert manager.allocate_slots(request, num_tokens, hit) is not None
+        manager.commit_step()
+        request.num_computed_tokens += num_tokens
     if keep:
         request.num_kept_tokens = manager.keep_prompt(request)
     return request
@@ -187,6 +190,72 @@ def test_who_keeps_it_longer_has_it_count_to_his_share(clock: Clock):
     assert run(manager, prompt(3, 4), keep=[KeepPrefix(4 * B, 60.0)], tenant="a") == (4 * B,), "c's now"
 
 
+def test_what_two_requests_want_of_a_block_is_the_longer_time_and_the_higher_priority(clock: Clock):
+    manager = make_manager(clock, num_blocks=20, per_tenant=0.2)
+    run(manager, prompt(1, 2), keep=[KeepPrefix(2 * B, 600.0)])
+    run(manager, prompt(1, 2), keep=[KeepPrefix(2 * B, 60.0, priority=5)])
+    run(manager, prompt(2, 2), keep=[KeepPrefix(2 * B, 60.0, priority=1)])
+    assert run(manager, prompt(3, 3), keep=[KeepPrefix(3 * B, 60.0, priority=4)]) == (2 * B,), "in place of the second"
+    clock.now_s = 599.0
+    flood(manager)
+    assert num_cached(manager, prompt(1, 2)) == 2 * B
+
+
+def test_nobody_displaces_what_another_tenant_wants_kept_as_well(clock: Clock):
+    """Even if he pays for it: else who shares a prefix could take it over for longer, and push it out."""
+    manager = make_manager(clock, num_blocks=20, share=1.0, per_tenant=0.2)
+    run(manager, prompt(1, 3), keep=[KeepPrefix(3 * B, 60.0)], tenant="victim")
+    run(manager, prompt(1, 3), keep=[KeepPrefix(3 * B, 61.0)], tenant="other")
+    for first in range(10):
+        keep = [KeepPrefix(4 * B, 3600.0, priority=100)]
+        assert run(manager, prompt(10 + first, 4), keep=keep, tenant="other") == ((B,) if first == 0 else (0,))
+    flood(manager)
+    assert num_cached(manager, prompt(1, 3)) == 3 * B
+
+
+def test_kept_are_the_blocks_that_lookups_find(clock: Clock):
+    """Not those that a request has filled again because it was not to read."""
+    manager = make_manager(clock)
+    first = begin(manager, prompt(1, 2))
+    assert run(manager, prompt(1, 2), keep=[KeepPrefix(2 * B, 60.0)], read=False) == (2 * B,)
+    manager.free(first)
+    clock.now_s = 50.0
+    run(manager, prompt(1, 2) + prompt(2, 1))
+    clock.now_s = 100.0
+    flood(manager)
+    assert num_cached(manager, prompt(1, 2)) == 2 * B, "it was used 50 s ago"
+
+
+@pytest.mark.parametrize("num_step_tokens", [B, 3 * B, 10 * B])
+def test_with_windows_a_hit_at_the_end_of_each_prefix_is_kept_and_not_what_is_far_before(
+    clock: Clock, num_step_tokens: int
+):
+    manager = make_manager(clock, num_blocks=80, windows=(None, B + 2), max_step_tokens=10 * B)
+    tokens = prompt(1, 10)
+    kept = [KeepPrefix(4 * B, 60.0), KeepPrefix(9 * B + 2, 60.0)]
+    assert run(manager, tokens, keep=kept, num_step_tokens=num_step_tokens) == (4 * B, 9 * B + 2)
+    assert manager.pool.kept.num_blocks == 10 + 2 * 3, "all, and those of two windows"
+    flood(manager, 100)
+    assert num_cached(manager, tokens[: 4 * B]) == 4 * B
+    assert num_cached(manager, tokens[: 9 * B + 2]) == 9 * B + 2
+
+
+def test_what_left_its_window_and_was_evicted_is_not_said_to_be_kept(clock: Clock):
+    manager = make_manager(clock, num_blocks=24, windows=(None, B + 2), max_step_tokens=B)
+    request = begin(manager, prompt(1, 8), num_step_tokens=B)
+    flood(manager, 60)
+    request.keep = (KeepPrefix(4 * B, 60.0), KeepPrefix(8 * B, 60.0))
+    assert manager.keep_prompt(request) == (0, 8 * B)
+    manager.free(request)
+
+
+def test_of_a_block_that_cannot_be_found_nothing_is_said_to_be_kept(clock: Clock):
+    manager = make_manager(clock, match_unit="block")
+    tokens = [*prompt(1, 2), 5, 6]
+    assert run(manager, tokens, keep=[KeepPrefix(B + 1, 60.0), KeepPrefix(2 * B + 2, 60.0)]) == (B + 1, 2 * B)
+    assert manager.pool.kept.num_blocks == 2
+
+
 def test_beside_others_nobody_gets_a_kept_block_and_alone_everybody_does(clock: Clock):
     manager = make_manager(clock)
     run(manager, prompt(1, 6), keep=[KeepPrefix(6 * B, 60.0)])
@@ -270,6 +339,38 @@ def test_ten_thousand_kept_prefixes_of_as_many_tenants(clock: Clock):
         run(manager, prompt(0, 1))
     assert len(kept._expiries) <= 64 + 4 * 10_000
     assert len(kept._tenants["tenant 0"].keeps) <= 64 + 4
+    alone = new_request("alone", prompt(10_001, 15_000))
+    assert manager.allocate_slots(alone, alone.num_tokens, manager.get_computed_blocks(alone)) is not None
+    assert kept.num_blocks == kept.num_given_up_blocks == 5_000
+    manager.free(alone)
     clock.now_s = 3601.0
     manager.release_expired()
     assert not kept._tenants and not kept._expiries and manager.pool.num_unkept_free_blocks == 20_000
+
+
+def test_to_look_for_a_prompt_costs_no_more_beside_ten_thousand_kept_prefixes_and_salts(clock: Clock):
+    """To find it, to admit it and to free it, counted in bytecodes; and to keep it."""
+
+    def cost(num_kept: int) -> int:
+        manager = make_manager(clock, num_blocks=20_100, share=0.5, per_tenant=0.01)
+        for first in range(num_kept):
+            salt = (ExtraKeySpan(0, 1, "cache_salt", str(first)),)
+            run(manager, prompt(1, 1), keep=[KeepPrefix(B, 3600.0)], tenant=str(first), extra_key_spans=salt)
+        keep = [KeepPrefix(4 * B, 3600.0)]
+        for _ in range(2):
+            num_bytecodes = count_bytecodes(lambda: run(manager, prompt(1, 4), keep=keep, tenant="own"))
+        assert manager.pool.kept.num_blocks == num_kept + 4
+        return num_bytecodes
+
+    assert cost(10_000) < 1.2 * cost(10)
+
+
+def test_to_give_up_the_blocks_of_ten_thousand_tenants_costs_no_more_for_each(clock: Clock):
+    def cost(num_tenants: int) -> float:
+        manager = make_manager(clock, num_blocks=num_tenants, share=1.0, per_tenant=1.0)
+        for first in range(num_tenants):
+            run(manager, prompt(first, 1), keep=[KeepPrefix(B, 3600.0)], tenant=f"tenant {first}")
+        assert manager.pool.num_unkept_free_blocks == 0
+        return count_bytecodes(lambda: manager.pool.get_new_blocks(num_tenants)) / num_tenants
+
+    assert cost(3_000) < 1.5 * cost(100)
