@@ -4,7 +4,8 @@
 blocks for the longest hit there could be, and an engine that found a longer or a shorter one is a `WrongHitError`.
 
 It believes the engine nothing but the block tables: a block that appears in one, unless shared, lost what it held; a
-slot holds a token from when a step that wrote it, or copied it, has run.
+slot holds a token from when a step that wrote it, or copied it, has run. What a request that writes nothing computes,
+and what comes of a table from before a reset, may never be found; what was lost by a reset need not be.
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class SlowCache:
         self._known_tables: dict[str, tuple[BlockTable, list[int]]] = {}
         self._filled_in_step: dict[int, tuple[Request, BlockTable, PrefixId]] = {}
         self._lookups: dict[str, Lookup] = {}
+        # Requests of which nobody may find anything, and tables that hold what was computed before a reset.
+        self.silent: set[str] = set()
+        self._stale_tables: list[BlockTable] = []
 
     def prefix_ids(self, request: Request) -> list[PrefixId]:
         """Of each token."""
@@ -114,7 +118,8 @@ class SlowCache:
         if least > least_blocks:
             end = num_tokens if reserve else least + num_new_tokens
             needed = num_spare_blocks + self._most_blocks_needed(ids, least, end, reserve)
-            may_lack_room = self.kv.pool.num_free_blocks < needed
+            pool = self.kv.pool
+            may_lack_room = (pool.num_unkept_free_blocks if self.kv.tables else pool.num_free_blocks) < needed
         return Lookup(least, most, least_blocks, most_blocks, may_lack_room)
 
     def _longest(
@@ -170,6 +175,8 @@ class SlowCache:
         known, lengths = self._known_tables.get(request.request_id, (None, []))
         if known is not table:
             lengths = [table.num_shared_blocks] * len(self.windows)
+            if self._continues_stale_table(request, table, start):
+                self._stale_tables.append(table)
         ids = self.prefix_ids(request)
         for group, blocks in enumerate(table.block_tables):
             for place, block in enumerate(blocks[lengths[group] :]):
@@ -180,21 +187,34 @@ class SlowCache:
                 self._filled_in_step.pop(block, None)
             first = max(table.num_shared_blocks, start // self.block_size)
             for index in range(first, min(end, request.num_tokens) // self.block_size):
-                if self.is_kept(request, group, index):
+                if self.may_be_found(request, table) and self.is_kept(request, group, index):
                     self._filled_in_step[blocks[index]] = (request, table, ids[(index + 1) * self.block_size - 1])
         self._known_tables[request.request_id] = (table, [len(blocks) for blocks in table.block_tables])
 
     def is_kept(self, request: Request, group: int, index: int) -> bool:
-        """Whether block `index` is to be found once it is full."""
-        if not request.write_prefix_cache:
-            return False
+        """Whether block `index` stays in the cache once it is full."""
         if self.windows[group] is None or self.engine.config.window_retention == "all":
             return True
         end = (request.num_prompt_tokens - 1) // self.block_size
         return self._first_seen(group, end * self.block_size) // self.block_size <= index < end
 
+    def may_be_found(self, request: Request, table: BlockTable) -> bool:
+        """What a step writes for `request` in `table`."""
+        return request.output_id not in self.silent and not any(table is stale for stale in self._stale_tables)
+
+    def _continues_stale_table(self, request: Request, table: BlockTable, start: int) -> bool:
+        """Whether it begins with blocks, or a copy, of a parent that has them from before a reset."""
+        parent = request.parent
+        theirs = None if parent is None else self.kv.tables.get(parent.request_id)
+        if theirs is None or not any(theirs is stale for stale in self._stale_tables):
+            return False
+        sources = {copy.source for copy in self.kv.copies_for(request)}
+        shared = {block for blocks in table.block_tables for block in blocks[: table.num_shared_blocks]}
+        return bool((sources | shared) & {block for blocks in theirs.block_tables for block in blocks})
+
     def forget(self) -> None:
         """The cache was reset."""
+        self._stale_tables = list(self.kv.tables.values())
         for block in range(len(self._group)):
             self._least[block], self._most[block] = [], []
             self._times_taken[block] += 1
@@ -333,7 +353,7 @@ class PendingStep:
         for request, table, group, block, times_taken, first, num_tokens in self._writes:
             if cache._times_taken[block] != times_taken:
                 continue
-            if not request.write_prefix_cache:
+            if not cache.may_be_found(request, table):
                 continue
             ids = cache.prefix_ids(request)[first : first + num_tokens]
             is_unended = cache.kv.tables.get(request.request_id) is table

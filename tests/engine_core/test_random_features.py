@@ -78,6 +78,7 @@ class PicturesWorkload(Workload):
             arrival_time_s=float(self.num_added),
             read_prefix_cache=rng.random() < 0.9,
             mm_features=tuple(features),
+            **self.some_retention(len(token_ids)),
         )
         self.num_added += 1
         inputs = {
@@ -133,6 +134,7 @@ class PicturesWorkload(Workload):
         self.runner.encoder_fails = {}
 
     def wait(self) -> None:
+        super().wait()
         self.now_s += self.rng.choice([1, 10, TIMEOUT_S])
 
     def step(self) -> None:

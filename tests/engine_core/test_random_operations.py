@@ -19,8 +19,9 @@ from engine_core.request import Request
 from engine_core.runner import MultimodalInfo
 from engine_core.scheduler import Scheduler
 from engine_core.waiting_queue import num_sequences, num_waiting_tokens
-from ipc.messages import ExtraKeySpan
+from ipc.messages import ExtraKeySpan, KeepPrefix
 from tests.checking_runner import CheckingRunner, expected_output
+from tests.engine_core.slow_retention import Clock, watch_retention
 from tests.engine_core.test_engine import assert_idle
 
 VOCAB = 50
@@ -78,6 +79,8 @@ class Workload:
             max_num_queued_requests=rng.choice([None, None, 3]),
             max_num_queued_tokens=rng.choice([None, None, 40]),
             async_scheduling=rng.random() < 0.5,
+            max_kept_share=rng.choice([0.3, 0.5, 1.0]),
+            max_kept_share_per_tenant=rng.choice([0.2, 0.5, 1.0]),
         )
         self.config = msgspec.structs.replace(config, **self.more_settings())
         self.runner = self.runner_class(
@@ -89,6 +92,8 @@ class Workload:
             windows=windows,
         )
         self.engine = EngineCore(self.config, self.runner)
+        self.clock = Clock()
+        self.retention = watch_retention(self.engine, self.clock)
         self.short_cuts = check_short_cuts(self.engine._scheduler)
         self.prompts: dict[str, list[int]] = {}
         self.produced: dict[str, list[int]] = {}
@@ -128,6 +133,7 @@ class Workload:
             priority=rng.randrange(3),
             arrival_time_s=float(self.num_added),
             read_prefix_cache=rng.random() < 0.9,
+            **self.some_retention(len(prompt)),
         )
         self.num_added += 1
         try:
@@ -135,6 +141,19 @@ class Workload:
         except EngineOverloadedError:
             return
         self.remember(request)
+
+    def some_retention(self, num_prompt_tokens: int) -> dict[str, Any]:
+        """Fields of a request: what is to be kept of it, or that nobody is to find it."""
+        rng = self.rng
+        if rng.random() < 0.15:
+            return {"write_prefix_cache": False}
+        keep = [
+            KeepPrefix(rng.randint(1, num_prompt_tokens), rng.choice([1.0, 5.0, 20.0, 100.0]), rng.randrange(3))
+            for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 4]))
+        ]
+        if keep and rng.random() < 0.5:
+            keep[0] = KeepPrefix(num_prompt_tokens, keep[0].ttl_s, keep[0].priority)
+        return {"keep": tuple(keep), "tenant": rng.choice(["", "", "a", "b"])}
 
     def remember(self, request: EngineRequest) -> None:
         self.prompts[request.request_id], self.produced[request.request_id] = request.prompt_token_ids, []
@@ -165,9 +184,12 @@ class Workload:
     def reset(self) -> None:
         self.engine.reset_prefix_cache(reset_running_requests=self.rng.random() < 0.5)
 
+    def wait(self) -> None:
+        self.clock.now_s += self.rng.choice([0.5, 1.0, 4.0, 30.0])
+
     def operations(self) -> dict[Callable[[], None], int]:
         """With how often to do each."""
-        return {self.add: 25, self.step: 70, self.abort: 4, self.abort_continuation: 4, self.reset: 1}
+        return {self.add: 25, self.step: 70, self.abort: 4, self.abort_continuation: 4, self.reset: 1, self.wait: 8}
 
     def run(self, num_operations: int) -> None:
         operations, weights = zip(*self.operations().items(), strict=True)
@@ -180,6 +202,9 @@ class Workload:
             deadline -= 1
             assert deadline, "requests are not getting done"
         assert_idle(self.engine)
+        self.clock.now_s += 1000.0
+        self.engine.step()
+        assert self.engine.stats().num_kept_blocks == 0 and not self.engine._scheduler.kv.pool.kept._tenants
         for request_id, first in self.produced.items():
             for produced in (first, *self.others[request_id].values()):
                 assert produced == expected_output(self.prompts[request_id], len(produced), VOCAB)
@@ -188,8 +213,10 @@ class Workload:
 def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workload] = Workload) -> int:
     deadline = time.monotonic() + duration_s
     rounds = num_short_cuts = num_ahead = num_waits = 0
-    # So many at least that each of what is asked for below is among them, however busy the machine is.
-    while time.monotonic() < deadline or rounds < 10:
+    # Until each of what is asked for below has happened, however busy the machine is.
+    while (
+        time.monotonic() < deadline or rounds < 10 or (rounds < 60 and not (num_short_cuts and num_ahead and num_waits))
+    ):
         workload = make(random.Random(f"{policy}{seed}{rounds}"), policy)
         try:
             workload.run(200)

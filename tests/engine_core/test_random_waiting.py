@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
 from engine_core.config import FullPromptHit, PrefixMatchUnit, SchedulingPolicy, WindowRetention
 from engine_core.request import RequestStatus
-from ipc.messages import ExtraKeySpan
+from ipc.messages import ExtraKeySpan, KeepPrefix
 from tests.checking_runner import CheckingRunner, expected_output
+from tests.engine_core.slow_retention import Clock, watch_retention
 from tests.engine_core.test_engine import assert_idle
 
 B = 2
@@ -49,6 +50,7 @@ class Sharing(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (None,), (None, 5), (3,)]),
         retention=st.sampled_from(["all", "prompt_tail"]),
         hashes_weakly=st.booleans(),
+        share=st.sampled_from([0.5, 1.0]),
     )
     def start(
         self,
@@ -64,6 +66,7 @@ class Sharing(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         retention: WindowRetention,
         hashes_weakly: bool,
+        share: float,
     ) -> None:
         config = EngineConfig(
             block_size=B,
@@ -77,11 +80,16 @@ class Sharing(RuleBasedStateMachine):
             full_prompt_hit=full_prompt_hit,
             prefix_match_unit=match_unit,
             window_retention=retention,
+            max_kept_share=share,
+            max_kept_share_per_tenant=share,
         )
         self.runner = CheckingRunner(num_blocks * len(windows), B, vocab_size=VOCAB, windows=windows)
         self.engine = EngineCore(config, self.runner)
+        self.clock = Clock()
+        watched = watch_retention(self.engine, self.clock)
         if hashes_weakly:
             self.engine._hasher._hash = TwoBits
+            watched.allows_unfound = True
         self.requests: dict[str, EngineRequest] = {}
         self.produced: dict[tuple[str, int], list[int]] = {}
 
@@ -93,6 +101,8 @@ class Sharing(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "", "tenant"]),
         reads=st.sampled_from([True, True, True, False]),
+        writes=st.sampled_from([True, True, True, False]),
+        keeps=st.sampled_from([0, 0, 5, 50]),
         copies=st.sampled_from([1, 1, 2, 4]),
     )
     def add(
@@ -104,6 +114,8 @@ class Sharing(RuleBasedStateMachine):
         priority: int,
         salt: str,
         reads: bool,
+        writes: bool,
+        keeps: int,
         copies: int,
     ) -> None:
         prompt = [10 * branches[min(place // 8, len(branches) - 1)] + place % 8 for place in range(num_tokens)]
@@ -117,6 +129,9 @@ class Sharing(RuleBasedStateMachine):
                 priority=priority,
                 arrival_time_s=float(number),
                 read_prefix_cache=reads,
+                write_prefix_cache=writes,
+                keep=(KeepPrefix(num_tokens, float(keeps), priority),) if keeps and writes else (),
+                tenant=salt,
             )
             self.requests[request.request_id] = request
             self.engine.add_request(request)
@@ -128,6 +143,10 @@ class Sharing(RuleBasedStateMachine):
                 assert self.engine.has_work_now()
             for output in self.engine.step().outputs:
                 self.produced.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
+
+    @rule(duration_s=st.sampled_from([1.0, 10.0, 100.0]))
+    def time_passes(self, duration_s: float) -> None:
+        self.clock.now_s += duration_s
 
     @rule(fails_late=st.booleans())
     def fail(self, fails_late: bool) -> None:
