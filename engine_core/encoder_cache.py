@@ -12,8 +12,11 @@ from .config import EngineConfig
 _DEFAULT_ROWS = 16_384
 
 
-@dataclass(slots=True)
-class _Entry:
+@dataclass(eq=False, slots=True)
+class CachedOutput:
+    """What the encoder made of `key`."""
+
+    key: Hashable
     output: Any
     num_bytes: int
     num_pins: int = 0
@@ -21,7 +24,7 @@ class _Entry:
 
 class EncoderCache:
     """Outputs by key, at most `capacity_bytes` of them. What is pinned stays; of the rest, what was unpinned first goes
-    first.
+    first. `len` counts everything that takes room.
 
     Attributes:
         used_bytes, pinned_bytes: of everything kept, and of what cannot be evicted now.
@@ -33,20 +36,22 @@ class EncoderCache:
         self.used_bytes = 0
         self.pinned_bytes = 0
         self.num_evictions = 0
-        self._entries: dict[Hashable, _Entry] = {}
-        self._unpinned: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: dict[Hashable, CachedOutput] = {}
+        self._unpinned: OrderedDict[Hashable, CachedOutput] = OrderedDict()
+        # Forgotten, but pinned still.
+        self._num_stale = 0
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + self._num_stale
 
     def is_pinned(self, key: Hashable) -> bool:
         return key in self._entries and key not in self._unpinned
 
-    def pin(self, key: Hashable) -> Any:
-        """Keep what is cached under `key` until it is unpinned as often as it was pinned. Returns it.
+    def pin(self, key: Hashable) -> CachedOutput:
+        """Keep what is cached under `key` until it is unpinned as often as it was pinned.
 
         Raises:
             KeyError: it is not cached.
@@ -56,28 +61,33 @@ class EncoderCache:
             del self._unpinned[key]
             self.pinned_bytes += entry.num_bytes
         entry.num_pins += 1
-        return entry.output
+        return entry
 
-    def unpin(self, key: Hashable) -> None:
-        entry = self._entries[key]
-        assert entry.num_pins > 0, key
+    def unpin(self, entry: CachedOutput) -> None:
+        """It may be forgotten already; then it is gone with its last pin."""
+        assert entry.num_pins > 0, entry.key
         entry.num_pins -= 1
-        if entry.num_pins == 0:
-            self._unpinned[key] = entry
-            self.pinned_bytes -= entry.num_bytes
+        if entry.num_pins > 0:
+            return
+        self.pinned_bytes -= entry.num_bytes
+        if self._entries.get(entry.key) is entry:
+            self._unpinned[entry.key] = entry
+        else:
+            self.used_bytes -= entry.num_bytes
+            self._num_stale -= 1
 
     def clear(self) -> None:
-        """Forget everything that is not pinned."""
-        for key, entry in self._unpinned.items():
-            del self._entries[key]
-            self.used_bytes -= entry.num_bytes
+        """Forget everything. What is pinned stays with those who have it, and nobody else finds it."""
+        self.used_bytes -= sum(entry.num_bytes for entry in self._unpinned.values())
+        self._num_stale += len(self._entries) - len(self._unpinned)
         self._unpinned.clear()
+        self._entries.clear()
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether that much can be kept besides what is pinned."""
         return self.pinned_bytes + num_bytes <= self.capacity_bytes
 
-    def put(self, key: Hashable, output: Any, num_bytes: int) -> None:
+    def put(self, key: Hashable, output: Any, num_bytes: int) -> CachedOutput:
         """Keep `output`, pinned once, under a key that is not cached, evicting what must go.
 
         Raises:
@@ -93,9 +103,10 @@ class EncoderCache:
             del self._entries[evicted]
             self.used_bytes -= entry.num_bytes
             self.num_evictions += 1
-        self._entries[key] = _Entry(output, num_bytes, num_pins=1)
+        self._entries[key] = entry = CachedOutput(key, output, num_bytes, num_pins=1)
         self.used_bytes += num_bytes
         self.pinned_bytes += num_bytes
+        return entry
 
 
 def encoder_cache_bytes(config: EngineConfig, embed_bytes: int) -> int:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ipc.messages import MultimodalFeature, RequestError, WantedFeature
 
-from .encoder_cache import EncoderCache
+from .encoder_cache import CachedOutput, EncoderCache
 from .feature_inputs import FeatureInputs, Inputs
 from .feature_layout import FeatureUnit, first_embedded
 from .request import Request, RequestStatus
@@ -89,7 +89,7 @@ class FeatureManager:
         # Of the present step. Closed: someone found no room in the cache, and those after it must not take more.
         self._num_encoded_rows = 0
         self._is_closed = False
-        self._pins: dict[str, dict[_CacheKey, Any]] = {}
+        self._pins: dict[str, dict[_CacheKey, CachedOutput]] = {}
         # Requests that wait for inputs. In the second, with what they have computed: nothing was asked for them yet,
         # for want of room; first come, first served.
         self._aside: dict[str, Request] = {}
@@ -211,9 +211,10 @@ class FeatureManager:
     def _fits(self, request: Request, needed: list[MultimodalFeature], plan: _Plan) -> bool:
         """Whether a step that does what is planned could have these, too; then they are planned."""
         num_rows = num_bytes = 0
+        own_pins = self._pins.get(request.request_id, {})
         for feature in needed:
             key = _cache_key(feature)
-            if key in plan.keys or self.cache.is_pinned(key):
+            if key in plan.keys or key in own_pins or self.cache.is_pinned(key):
                 continue
             plan.keys.add(key)
             num_bytes += feature.num_embeds * self._embed_bytes
@@ -255,10 +256,10 @@ class FeatureManager:
             if key not in pins:
                 pins[key] = self._encode_into_cache(request, feature)
             self.inputs.release(request, feature.key)
-            encoded.append(EncodedFeature(feature, pins[key]))
+            encoded.append(EncodedFeature(feature, pins[key].output))
         return encoded
 
-    def _encode_into_cache(self, request: Request, feature: MultimodalFeature) -> Any:
+    def _encode_into_cache(self, request: Request, feature: MultimodalFeature) -> CachedOutput:
         inputs = self._inputs_of(request, feature.key)
         assert inputs is not None
         self.counters.encoder_calls += 1
@@ -275,8 +276,7 @@ class FeatureManager:
             logger.exception("encode_failed request=%s rows=%d", request.output_id, feature.num_embeds)
             reason = f"{_name(request, feature)}: the encoder failed: {type(error).__name__}: {error}"
             raise FeatureError(request, RequestError("internal", reason)) from error
-        self.cache.put(_cache_key(feature), output, feature.num_embeds * self._embed_bytes)
-        return output
+        return self.cache.put(_cache_key(feature), output, feature.num_embeds * self._embed_bytes)
 
     def _count(self, request: Request, feature: MultimodalFeature, start: int, *, is_hit: bool) -> None:
         """A feature counts once, like a prompt's tokens: when its request first comes to it."""
@@ -293,16 +293,16 @@ class FeatureManager:
         if unit is not None and unit.start < position and not unit.indivisible:
             keep = _cache_key(unit.features[0])
         pins = self._pins.pop(request.request_id, {})
-        for key in pins:
+        for key, pinned in pins.items():
             if key != keep:
-                self.cache.unpin(key)
+                self.cache.unpin(pinned)
         if keep in pins:
             self._pins[request.request_id] = {keep: pins[keep]}
 
     def unpin(self, request: Request) -> None:
         """It runs no longer."""
-        for key in self._pins.pop(request.request_id, ()):
-            self.cache.unpin(key)
+        for pinned in self._pins.pop(request.request_id, {}).values():
+            self.cache.unpin(pinned)
 
     def forget(self, request: Request) -> None:
         """It is over, in whatever state it was."""

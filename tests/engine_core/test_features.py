@@ -137,10 +137,24 @@ class TestWhatIsEncodedAndAskedFor:
         engine.step()
         assert engine.reset_prefix_cache().num_features_in_use == 1, "it computes with its picture"
         assert engine.stats().encoder_cache_used_bytes > 0
-        assert engine.reset_prefix_cache(reset_running_requests=True).num_dropped_features == 1
+        engine.reset_prefix_cache(reset_running_requests=True)
         assert engine.stats().encoder_cache_used_bytes == 0
         run(engine, first, add=False)
         assert engine.runner.encoded == [CAT, CAT]
+
+    def test_a_picture_that_is_in_use_when_the_cache_is_reset_is_not_found_by_others(self):
+        """Its request goes on with it, in chunks, and needs nothing anew."""
+        engine = make_engine(max_num_batched_tokens=12)
+        first, second = make_request([TEXT, CAT, TEXT]), make_request([TEXT, CAT, TEXT])
+        engine.add_request(first)
+        supply(engine, [first])
+        engine.step()
+        assert engine.reset_prefix_cache().num_features_in_use == 1
+        engine.add_request(second)
+        supply(engine, [second])
+        run(engine, first, second, add=False)
+        assert engine.runner.encoded == [CAT, CAT] and engine.stats().preemptions == 0
+        assert_nothing_is_left(engine)
 
     def test_what_the_encoder_cache_has_is_neither_asked_for_nor_encoded(self):
         engine = make_engine()
