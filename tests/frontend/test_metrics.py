@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,7 @@ async def events_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 async def test_the_sum_of_all_usage_is_what_the_counters_gain_also_with_aborts_and_preemption(stack: Stack) -> None:
+    """And while some is kept, some not written, and the cache is reset again and again."""
     rng = random.Random(5)
     before = stack.scrape()
     num_logged = len(stack.log_lines("request_finished"))
@@ -196,7 +198,13 @@ async def test_the_sum_of_all_usage_is_what_the_counters_gain_also_with_aborts_a
     async def one(http: httpx.AsyncClient, leaves: bool) -> None:
         start = rng.randrange(3)
         prompt = [10 + start] * rng.randrange(1, 70)
-        body = {"prompt": prompt, "max_tokens": 200 if leaves else rng.randrange(1, 60), "ignore_eos": True}
+        body = {
+            "prompt": prompt,
+            "max_tokens": 200 if leaves else rng.randrange(1, 60),
+            "ignore_eos": True,
+            "n": rng.choice([1, 1, 2]),
+            "cache": rng.choice([{}, {"ttl_s": 60}, {"ttl_s": 0.01, "priority": 1}, {"write": False}]),
+        }
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         async with http.stream("POST", "/v1/completions", json=body | streamed) as response:
             events = events_of(response)
@@ -212,7 +220,11 @@ async def test_the_sum_of_all_usage_is_what_the_counters_gain_also_with_aborts_a
         batch = asyncio.create_task(
             http.post("/v1/completions", json={"prompt": [[1, 2, 3], [4] * 20], "max_tokens": 5, "ignore_eos": True})
         )
-        await asyncio.gather(*(one(http, leaves=n % 4 == 0) for n in range(32)))
+        requests = asyncio.gather(*(one(http, leaves=n % 4 == 0) for n in range(32)))
+        while not requests.done():
+            (await http.post("/reset_prefix_cache")).raise_for_status()
+            await asyncio.sleep(0.05)
+        await requests
         usages.append((await batch).json()["usage"])
     wait_until(lambda: stack.http.get("/health").json()["num_requests"] == 0)
     wait_until(lambda: len(stack.log_lines("request_finished")) == num_logged + 34)
@@ -293,6 +305,36 @@ def test_counters_of_an_engine_go_on_through_its_death(stack: Stack) -> None:
         for sample, value in before.values.items()
         if sample[0].endswith(("_total", "_count"))
     )
+
+
+def kept_tokens(answer: dict[str, Any]) -> int:
+    kept: int = answer["usage"]["prompt_tokens_details"]["kept_tokens"]
+    return kept
+
+
+def test_nothing_kept_outlives_an_engine_and_what_is_kept_anew_is_said_to_be(stack: Stack) -> None:
+    body = {"prompt": [9] * 40, "max_tokens": 1, "cache": {"ttl_s": 600}}
+    assert kept_tokens(stack.complete(**body)) == 40 and stack.scrape()("kv_kept_blocks") == 3
+    stack.kill_engine()
+    wait_until(lambda: stack.http.get("/health").status_code == 503)
+    assert stack.scrape()("kv_kept_blocks") == 0
+    stack.start_engine()
+    stack.wait_ready()
+    again = stack.complete(**body)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert kept_tokens(again) == 40 and stack.scrape()("kv_kept_blocks") == 3
+    stack.http.post("/reset_prefix_cache").raise_for_status()
+
+
+def test_time_passes_for_what_an_engine_keeps_while_its_process_stands_still(stack: Stack) -> None:
+    for first in range(2):
+        assert kept_tokens(stack.complete([20 + first] * 32, 1, cache={"ttl_s": 0.5})) == 32
+    stack.engine.send_signal(19)
+    time.sleep(0.6)
+    stack.engine.send_signal(18)
+    stack.wait_ready()
+    stack.complete([30], 1)
+    assert stack.scrape()("kv_kept_blocks") == 0
 
 
 def test_a_scrape_does_not_wait_for_an_engine_that_does_not_answer(stack: Stack) -> None:
