@@ -325,6 +325,7 @@ class EngineCore:
     def probe_prepared(self, request: Request, relative_end: int | None) -> CacheProbe:
         """`probe`, or `explain` if there is a `relative_end`, of what `prepare_request` returned."""
         kv = self._scheduler.kv
+        kv.release_expired()
         return probe_cache(kv, request) if relative_end is None else explain_cache(kv, request, relative_end)
 
     def stats(self) -> EngineStats:
@@ -339,7 +340,8 @@ class EngineCore:
             num_cached_hashes=pool.tree.num_held,
             kv_cache_usage=pool.usage,
             failed_steps=self._num_failed_steps,
-            num_kept_blocks=pool.kept.num_blocks,
+            # An engine that rests releases nothing.
+            num_kept_blocks=pool.kept.num_blocks - pool.kept.num_overdue_blocks(),
             kept_blocks_refused=pool.kept.num_refused_blocks,
             kept_blocks_given_up=pool.kept.num_given_up_blocks,
             block_residency={} if self._residency is None else self._residency.durations(),

@@ -200,6 +200,11 @@ class KeptBlocks:
             released += self._take(keep, len(keep.blocks))
         return released
 
+    def num_overdue_blocks(self) -> int:
+        """How many of the free blocks are kept only because nobody has released what expired. Any thread may ask."""
+        now_s = self._clock()
+        return sum(len(keep.blocks) for expires_s, _, keep in self._expiries.copy() if expires_s <= now_s)
+
     def give_up(self, num_blocks: int) -> list[KVCacheBlock]:
         """So many free kept blocks, which are kept no longer: those of lowest priority that would expire soonest, of
         all tenants. There must be as many.

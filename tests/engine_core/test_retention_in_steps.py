@@ -215,3 +215,15 @@ def test_an_aborted_request_keeps_what_it_was_said_to(clock: Clock):
     engine.abort_requests(["a"])
     assert_idle(engine)
     assert engine.stats().num_kept_blocks == 4
+
+
+def test_an_engine_that_rests_does_not_say_that_it_keeps_what_it_need_not(clock: Clock):
+    engine = make_engine(clock)
+    add(engine, "a", PROMPT, 1, keep=(KeepPrefix(2 * B, 60.0), KeepPrefix(4 * B, 10.0)))
+    finish(engine)
+    asked = make_request([*PROMPT, 1], 1)
+    for now_s, num_blocks in ((9.0, 4), (10.0, 2), (60.0, 0)):
+        clock.now_s = now_s
+        assert engine.stats().num_kept_blocks == num_blocks
+        assert engine.probe(asked).num_kept_tokens == num_blocks * B
+        assert engine.probe(asked).num_hit_tokens == 4 * B

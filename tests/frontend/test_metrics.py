@@ -333,7 +333,6 @@ def test_time_passes_for_what_an_engine_keeps_while_its_process_stands_still(sta
     time.sleep(0.6)
     stack.engine.send_signal(18)
     stack.wait_ready()
-    stack.complete([30], 1)
     assert stack.scrape()("kv_kept_blocks") == 0
 
 
