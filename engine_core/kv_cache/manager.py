@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 from engine_core.config import EvictionPolicy, FullPromptHit, PrefixMatchUnit, WindowRetention
 from engine_core.request import Request
@@ -22,43 +21,10 @@ from .kept_prompt import Column, blocks_to_keep, num_kept_tokens
 from .miss_reason import examine_miss
 from .prefix_hit import PrefixHit, Tail, find_hit, num_whole_blocks
 from .prefix_tree import PrefixNode, PrefixTree
+from .registrations import StepRegistrations
 from .residency import BlockResidency, ObservedBlockPool
 from .retention import spans_of_terms
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """Why a request could not be admitted: its whole sequence lacked `num_blocks` blocks beyond `num_spare_blocks`
-    and, with `spare_kept`, kept ones; besides those that were to be copied from.
-
-    `num_freed` and `num_registered` are the pool's at that moment, `next_hash` that of the first block it did not find
-    cached (None if it cannot find more).
-    """
-
-    request: Request
-    num_blocks: int
-    num_spare_blocks: int
-    spare_kept: bool
-    num_freed: int
-    num_registered: int
-    next_hash: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """Blocks, in each group or None, that were given `nodes` in the present step."""
-
-    blocks: Sequence[Sequence[KVCacheBlock | None]]
-    nodes: Sequence[PrefixNode]
-
-    def blocks_still_held(self) -> list[KVCacheBlock]:
-        """Some may have been taken for something else meanwhile."""
-        return [
-            block
-            for blocks, node in zip(self.blocks, self.nodes)
-            for block in blocks
-            if block is not None and block.node is node
-        ]
+from .shortage import Shortage
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +93,9 @@ class KVCacheManager:
             tree=tree,
         )
         self.tables: dict[str, BlockTable] = {}
-        self._provisional: dict[str, list[Registration]] = {}
+        self._registrations = StepRegistrations(self.pool)
         self._pending: dict[str, PendingCopies] = {}
-        self._shortage: Shortage | None = None
+        self._shortage = Shortage(self.pool, self.windows)
         self._no_hit = PrefixHit((), [()] * len(self.windows), 0)
 
     def get_computed_blocks(self, request: Request, *, whole_blocks_only: bool = False) -> PrefixHit:
@@ -219,25 +185,9 @@ class KVCacheManager:
     def still_lacks_room(self, request: Request, num_spare_blocks: int = 0) -> bool:
         """Whether `allocate_slots` with `reserve_full_sequence`, refused to this request before, would be again.
 
-        O(1), without a lookup; False says nothing. A request lacks what it needs in all, plus what is in use and no
-        part of its hit, less the pool. To take, touch or evict blocks never lessens that: only to free enough of them
-        does, or a longer hit.
+        O(1), without a lookup; False says nothing.
         """
-        shortage = self._shortage
-        return (
-            shortage is not None
-            and shortage.request is request
-            and shortage.num_spare_blocks == num_spare_blocks
-            and shortage.spare_kept == bool(self.tables)
-            and self.pool.num_freed - shortage.num_freed < shortage.num_blocks
-            and not self._may_hit_more(shortage)
-        )
-
-    def _may_hit_more(self, shortage: Shortage) -> bool:
-        if self.windows != (None,):
-            # Any block that comes back may be the one that its window lacked.
-            return self.pool.tree.num_registered != shortage.num_registered
-        return shortage.next_hash is not None and self.pool.tree.holds(shortage.next_hash)
+        return self._shortage.lasts(request, num_spare_blocks, spares_kept=bool(self.tables))
 
     def allocate_slots(
         self,
@@ -265,7 +215,7 @@ class KVCacheManager:
         num_needed = -(-num_tokens // self.block_size) - len(table.block_tables[0])
         if num_needed > 0:
             num_needed *= len(self.windows)
-            if num_needed + num_spare_blocks > self._num_takeable_blocks(spare_kept=len(self.tables) > 1):
+            if num_needed + num_spare_blocks > self._num_takeable_blocks(spares_kept=len(self.tables) > 1):
                 return None
         return self._extend(table, num_needed, num_tokens)
 
@@ -280,14 +230,14 @@ class KVCacheManager:
             num_in_all = most_blocks(self.windows, request.num_tokens, self.block_size, self.max_step_tokens)
             num_required = max(num_needed, num_in_all - len(touched))
         sources = () if hit.tail is None else hit.tail.blocks
-        spare_kept = bool(self.tables)
-        num_required += num_spare_blocks + self._num_taken_by(touched, spare_kept)
-        num_lacking = num_required - self._num_takeable_blocks(spare_kept)
-        if num_lacking + self._num_taken_by(sources, spare_kept) > 0:
+        spares_kept = bool(self.tables)
+        num_required += num_spare_blocks + self._num_taken_by(touched, spares_kept)
+        num_lacking = num_required - self._num_takeable_blocks(spares_kept)
+        if num_lacking + self._num_taken_by(sources, spares_kept) > 0:
             if reserve_full_sequence:
-                self._note_shortage(request, num_lacking, num_spare_blocks, hit)
+                self._shortage.note(request, num_lacking, num_spare_blocks, hit, spares_kept=spares_kept)
             return None
-        self._shortage = None
+        self._shortage.end()
         self.pool.touch([*touched, *sources])
         table = self.tables[request.request_id] = BlockTable(request, hit.nodes, hit.blocks, hit.is_stale)
         new_blocks = self._extend(table, num_needed, num_tokens)
@@ -300,29 +250,15 @@ class KVCacheManager:
             self._pending[request.request_id] = PendingCopies(copies, sources)
         return new_blocks
 
-    def _num_takeable_blocks(self, spare_kept: bool) -> int:
-        return self.pool.num_unkept_free_blocks if spare_kept else self.pool.num_free_blocks
+    def _num_takeable_blocks(self, spares_kept: bool) -> int:
+        return self.pool.num_unkept_free_blocks if spares_kept else self.pool.num_free_blocks
 
     @staticmethod
-    def _num_taken_by(hit: Sequence[KVCacheBlock], spare_kept: bool) -> int:
+    def _num_taken_by(hit: Sequence[KVCacheBlock], spares_kept: bool) -> int:
         """Of the blocks of a hit, how many could have been taken otherwise."""
-        if spare_kept:
+        if spares_kept:
             return len([block for block in hit if block.ref_cnt == 0 and block.keep is None])
         return len([block for block in hit if block.ref_cnt == 0])
-
-    def _note_shortage(self, request: Request, num_lacking: int, num_spare_blocks: int, hit: PrefixHit) -> None:
-        next_hash = None
-        if self.windows == (None,) and request.read_prefix_cache and hit.num_whole_blocks < len(request.block_hashes):
-            next_hash = request.block_hashes[hit.num_whole_blocks]
-        num_freed, num_registered = self.pool.num_freed, self.pool.tree.num_registered
-        shortage = Shortage(
-            request, num_lacking, num_spare_blocks, bool(self.tables), num_freed, num_registered, next_hash
-        )
-        before = self._shortage
-        if before is not None and replace(before, num_blocks=num_lacking) == shortage:
-            # With a tail or without it, a hit needs other blocks of windows.
-            shortage = min(before, shortage, key=lambda shortage: shortage.num_blocks)
-        self._shortage = shortage
 
     def _extend(self, table: BlockTable, num_needed: int, num_tokens: int) -> list[KVCacheBlock]:
         new_blocks: list[KVCacheBlock] = []
@@ -375,7 +311,7 @@ class KVCacheManager:
         # Of what no group keeps, nothing stays.
         tree.prune(parent)
         table.nodes += new_nodes
-        self._provisional.setdefault(request.request_id, []).append(Registration(kept, new_nodes))
+        self._registrations.add(request.request_id, kept, new_nodes)
 
     def _kept_blocks(self, table: BlockTable, first: int, end: int) -> list[tuple[KVCacheBlock | None, ...]]:
         """Blocks `[first, end)` of all groups, as far as lookups are to find them."""
@@ -414,17 +350,14 @@ class KVCacheManager:
 
     def commit_step(self) -> None:
         """The step has run: what it registered holds, and what was to be copied is."""
-        for registrations in self._provisional.values():
-            self.pool.tree.fill(chain.from_iterable(held.blocks_still_held() for held in registrations))
-        self._provisional.clear()
+        self._registrations.commit()
         for pending in self._pending.values():
             self.pool.free_blocks(pending.sources)
         self._pending.clear()
 
     def withdraw(self, request: Request) -> None:
         """Free the request's blocks; those it registered in the present step were never filled and are forgotten."""
-        for registration in self._provisional.pop(request.request_id, ()):
-            self.pool.unregister(registration.blocks_still_held())
+        self._registrations.withdraw(request.request_id)
         self.free(request)
 
     def withdraw_step(self) -> None:
@@ -432,10 +365,7 @@ class KVCacheManager:
 
         Those that do are to be freed. Whatever was to be copied for them is not taken for copied.
         """
-        for registrations in self._provisional.values():
-            for registration in registrations:
-                self.pool.unregister(registration.blocks_still_held())
-        self._provisional.clear()
+        self._registrations.withdraw_all()
 
     def free(self, request: Request) -> None:
         """Give up the request's table, deepest block first. A request without one is fine.
@@ -508,6 +438,5 @@ class KVCacheManager:
         nor what they compute behind it.
         """
         self.pool.reset()
-        self._provisional.clear()
         for table in self.tables.values():
             table.is_stale, table.is_registrable = True, False
