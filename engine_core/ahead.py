@@ -18,6 +18,7 @@ from .request import Request
 from .runner import ScheduledRequest
 from .scheduler import Scheduler
 from .step import Step
+from .token_outputs import ends_with_next_token
 
 
 def schedule_ahead(scheduler: Scheduler, step: Step) -> Step | None:
@@ -34,7 +35,7 @@ def schedule_ahead(scheduler: Scheduler, step: Step) -> Step | None:
         return None
     ahead = Step()
     for request in scheduler.running:
-        if scheduler.ends_with_next_token(request):
+        if ends_with_next_token(request, scheduler.max_model_len):
             continue
         place = places[request]
         if scheduler.kv.allocate_slots(request, step.scheduled[place].num_tokens + 1) is None:

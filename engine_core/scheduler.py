@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ipc.messages import CacheReport, FinishReason, RequestError, RequestOutput
+from ipc.messages import RequestError, RequestOutput
 
 from .config import SchedulingPolicy
 from .features import FeatureError, FeatureManager
@@ -25,6 +25,7 @@ from .runner import EncodedFeature, ScheduledRequest, StepResult
 from .sharing import MAX_WAITS_PER_STEP, SharingInFlight
 from .stats import SchedulerCounters
 from .step import Step
+from .token_outputs import finish_reason, token_output
 from .waiting_queue import make_waiting_queue
 
 
@@ -162,10 +163,6 @@ class Scheduler:
         if self._failing or self._sharing or (self.num_open_seats > 0 and self.waiting.peek() is not None):
             return True
         return self._optional_features is not None and self._optional_features.has_work_now()
-
-    def ends_with_next_token(self, request: Request) -> bool:
-        """Whether the length of `request` alone will end it then."""
-        return request.num_output_tokens + 1 >= request.max_tokens or request.num_tokens + 1 >= self.max_model_len
 
     def schedule(self) -> Step:
         """Plan one step and allocate its slots. Follow it with `update`, or with `withdraw` if it cannot run.
@@ -419,26 +416,13 @@ class Scheduler:
             fills_block = len(request.token_ids) % self.kv.block_size == 0
             if fills_block:
                 self.hash_blocks(request)
-            finish_reason, stop_reason = self._finish_reason(request, token_id)
-            if fills_block and ahead is not None and finish_reason is None:
+            ending = finish_reason(request, token_id, self.eos_token_ids, self.max_model_len)
+            if fills_block and ahead is not None and ending[0] is None:
                 self.kv.register_known(request)
-            output = RequestOutput(
-                request.output_id,
-                [token_id],
-                request.num_cached_tokens or 0,
-                finish_reason,
-                stop_reason,
-                index=request.index,
-            )
-            if request.sampling_params.logprobs is not None:
-                output.logprobs = [result.logprobs[place]]
-            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-            if is_first or finish_reason is not None:
-                output.timing = request.timing(now_s)
-            if is_first and request.miss_reason is not None:
-                output.cache = CacheReport(request.miss_reason, request.num_kept_tokens)
+            logprobs = None if request.sampling_params.logprobs is None else result.logprobs[place]
+            output = token_output(request, token_id, ending, logprobs, now_s, is_first=is_first)
             outputs.append(output)
-            if finish_reason is not None:
+            if output.finish_reason is not None:
                 self._finish(request)
                 output.num_unfinished = len(self._families.get(request.output_id, ()))
                 finished = True
@@ -472,20 +456,6 @@ class Scheduler:
         """Give up the blocks of every running request, the last admitted first; they wait to be computed again."""
         for request in reversed(self.running.copy()):
             self._preempt(request)
-
-    def _finish_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-        params = request.sampling_params
-        if request.num_output_tokens < params.min_tokens:
-            return self._length_reason(request), None
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            return "stop", None
-        if token_id in params.stop_token_ids:
-            return "stop", token_id
-        return self._length_reason(request), None
-
-    def _length_reason(self, request: Request) -> FinishReason | None:
-        is_full = request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len
-        return "length" if is_full else None
 
     def _finish(self, request: Request) -> None:
         self.kv.free(request)
