@@ -38,11 +38,11 @@ def check_short_cuts(scheduler: Scheduler) -> list[int]:
     def checked(request: Request, num_spare_blocks: int) -> bool:
         lacks = lacks_room(request, num_spare_blocks)
         if lacks:
-            hit, before, shortage = scheduler._find_hit(request), kv.pool.num_free_blocks, kv._shortage
+            hit, before, refusal = scheduler._find_hit(request), kv.pool.num_free_blocks, kv._shortage._last
             options = {"reserve_full_sequence": True, "num_spare_blocks": num_spare_blocks}
             assert kv.allocate_slots(request, request.num_tokens - hit.num_tokens, hit, **options) is None
             assert kv.pool.num_free_blocks == before
-            kv._shortage = shortage  # old as it is, so that the next check tries it too
+            kv._shortage._last = refusal  # old as it is, so that the next check tries it too
             cases.append(before)
         return lacks
 
