@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .errors import ApiError
@@ -16,11 +16,14 @@ if TYPE_CHECKING:  # the command line needs no framework
     from litestar.types import ASGIApp, Receive, Scope, Send
 
 API_KEY_ENV = "FOREWORD_API_KEY"
+ADMIN_API_KEY_ENV = "FOREWORD_ADMIN_API_KEY"
 
 # Whoever watches a server has no key, and learns nothing here that is worth one.
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
 
-_CALLER = "foreword_caller"  # in the state of a request's scope
+# In the state of a request's scope.
+_CALLER = "foreword_caller"
+_MAY_ADMINISTER = "foreword_may_administer"
 
 _KEY = re.compile(r"[!-+\--~]+")  # visible ASCII but the comma
 
@@ -32,19 +35,19 @@ def check_api_key(key: str) -> str:
     return key
 
 
-def take_api_keys() -> tuple[str, ...]:
-    """The keys in the environment variable `FOREWORD_API_KEY`, separated by commas, which is removed there.
+def take_api_keys(variable: str = API_KEY_ENV) -> tuple[str, ...]:
+    """The keys in this environment variable, separated by commas, which is removed there.
 
     So no child process inherits them unasked. Raises ValueError as `check_api_key`.
     """
-    text = os.environ.pop(API_KEY_ENV, "")
+    text = os.environ.pop(variable, "")
     return tuple(check_api_key(key.strip()) for key in text.split(",")) if text.strip() else ()
 
 
-def api_key_environment(keys: Iterable[str]) -> dict[str, str]:
+def api_key_environment(keys: Iterable[str], variable: str = API_KEY_ENV) -> dict[str, str]:
     """What makes `take_api_keys` find `keys` in a child process. Unlike arguments, others cannot see it."""
     text = ",".join(keys)
-    return {API_KEY_ENV: text} if text else {}
+    return {variable: text} if text else {}
 
 
 def caller_id(key: str) -> str:
@@ -58,25 +61,45 @@ def caller_of(request: Request) -> str:
     return caller
 
 
-class ApiKeyGuard:
-    """Answers 401 to every request without one of `keys`, but to those for `OPEN_PATHS`; passes the others on.
+def check_may_administer(request: Request) -> None:
+    """Whether who sends `request` may do what concerns everybody's requests. Raises ApiError (403)."""
+    if not request.scope["state"].get(_MAY_ADMINISTER, True):
+        raise ApiError(
+            403,
+            f"{request.url.path} concerns everybody's requests and needs an admin key ({ADMIN_API_KEY_ENV})",
+            kind="invalid_request_error",
+            code="admin_api_key_needed",
+        )
 
-    Those behind it learn by `caller_of` which key it was.
+
+class ApiKeyGuard:
+    """Answers 401 to every request without one of `keys` or `admin_keys`, but to those for `OPEN_PATHS`; passes the
+    others on. Without `keys` all are passed on.
+
+    Those behind it learn by `caller_of` which key it was, and by `check_may_administer` what it is good for: if there
+    are `admin_keys` it must be one of them; else `all_administer` decides.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], refuse: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str], refuse: ASGIApp, *, all_administer: bool
+    ) -> None:
         """`refuse` answers in place of `app`."""
         self._app = app
         self._refuse = refuse
-        self._callers = [(_digest(key.encode()), caller_id(key)) for key in keys]
+        self._callers = [(_digest(key.encode()), caller_id(key)) for key in (*admin_keys, *keys)]
+        self._needs_key = bool(keys)
+        self._admins = {caller_id(key) for key in admin_keys}
+        self._all_administer = all_administer and not admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             caller = self._caller(scope)
-            if caller is None:
+            if caller is None and self._needs_key:
                 await self._refuse(scope, receive, send)
                 return
-            scope.setdefault("state", {})[_CALLER] = caller
+            state = scope.setdefault("state", {})
+            state[_CALLER] = caller or ""
+            state[_MAY_ADMINISTER] = self._all_administer or caller in self._admins
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> str | None:

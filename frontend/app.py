@@ -30,13 +30,18 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(
-    serving: Serving, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, api_keys: Sequence[str] = ()
+    serving: Serving,
+    *,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    api_keys: Sequence[str] = (),
+    admin_api_keys: Sequence[str] = (),
 ) -> ASGIApp:
     """The application that answers from `serving`. It neither starts nor closes what `serving` holds.
 
     Every answer that is not the one asked for, an unknown path included, has the OpenAI API's error body, below
-    `/v1/messages` the Anthropic API's. With `api_keys`, whoever has none of them is answered 401, but under
-    `api_key.OPEN_PATHS`.
+    `/v1/messages` the Anthropic API's. With `api_keys`, whoever has none of them or of `admin_api_keys` is answered
+    401, but under `api_key.OPEN_PATHS`. Who has none of `admin_api_keys` may not reset the cache of all, if there are
+    any or if clients are kept apart by their keys.
     """
     app = Litestar(
         route_handlers=[
@@ -45,7 +50,7 @@ def create_app(
             *health_routes(serving.client),
             *metrics_routes(serving.metrics),
             *cache_routes(serving.client.engines),
-            *explain_routes(serving, num_callers=len(api_keys)),
+            *explain_routes(serving, num_callers=len(api_keys) + len(admin_api_keys)),
             *docs_routes(),
         ],
         openapi_config=None,
@@ -59,7 +64,11 @@ def create_app(
         logging_config=None,
     )
     # Around everything: the framework's middleware does not see paths that do not exist.
-    return ApiKeyGuard(app, api_keys, _unauthorized) if api_keys else app
+    if not (api_keys or admin_api_keys):
+        return app
+    # Clients that are kept apart by their keys do not trust each other.
+    all_administer = serving.isolation != "api-key"
+    return ApiKeyGuard(app, api_keys, admin_api_keys, _unauthorized, all_administer=all_administer)
 
 
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,6 +13,7 @@ from litestar.response.base import ASGIResponse
 
 from frontend.openai.responses import ErrorDetails, error_details
 
+from .api_key import check_may_administer
 from .engine_client import EngineClient
 from .engine_errors import EngineUnavailableError
 from .engine_pool import reason_for_clients
@@ -70,6 +71,7 @@ def cache_routes(engines: Sequence[EngineClient]) -> list[HTTPRouteHandler]:
 
     @post("/reset_prefix_cache", status_code=200)
     async def reset_prefix_cache(request: Request) -> ASGIResponse:
+        check_may_administer(request)
         body = await read_body(request)
         asked = decode_body(_decode, body) if body else ResetRequest()
         reset_running_requests = _flag(request.query_params, "reset_running_requests", asked.reset_running_requests)

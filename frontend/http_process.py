@@ -35,7 +35,7 @@ from ipc.process import (
 from ipc.threads import tokenize_where_called
 
 from .announcement import announcement
-from .api_key import take_api_keys
+from .api_key import ADMIN_API_KEY_ENV, take_api_keys
 from .app import create_app
 from .detokenizer import detokenizer_factory, token_bytes_of
 from .drain import DrainingServer
@@ -59,11 +59,12 @@ async def serve(
     client: EnginePool,
     listener: socket.socket,
     api_keys: Sequence[str],
+    admin_api_keys: Sequence[str],
 ) -> None:
     """Answer requests on `listener` until SIGTERM or SIGINT; then give running ones `drain_timeout_s` to end.
 
     Those that take longer end with an error that says so. `client` is started, and closed at the end, and so are
-    `pictures`. With `api_keys`, clients must send one of them.
+    `pictures`. `api_keys` and `admin_api_keys` are as in `create_app`.
     """
     prompts = PromptProcessor(tokenizer, pictures, num_threads=config.num_prompt_threads)
     serving = Serving(
@@ -85,7 +86,7 @@ async def serve(
 
     server = DrainingServer(
         uvicorn.Config(
-            create_app(serving, max_body_bytes=config.max_body_bytes, api_keys=api_keys),
+            create_app(serving, max_body_bytes=config.max_body_bytes, api_keys=api_keys, admin_api_keys=admin_api_keys),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -155,7 +156,7 @@ def main() -> int:
     _keep_torch_out()
     tokenize_where_called()
     try:
-        api_keys = take_api_keys()
+        api_keys, admin_api_keys = take_api_keys(), take_api_keys(ADMIN_API_KEY_ENV)
         check_isolation(config.cache_isolation, api_keys)
         listener = listen(config.host, config.port)
         pictures = open_pictures(Path(config.model_dir), config.pictures)
@@ -166,7 +167,7 @@ def main() -> int:
         return STARTUP_FAILURE_EXIT_CODE
     if config.insecure:
         logger.warning("engines_insecure endpoints=%s", ",".join(engine.endpoint for engine in config.engines))
-    uvloop.run(serve(config, tokenizer, pictures, client, listener, api_keys))
+    uvloop.run(serve(config, tokenizer, pictures, client, listener, api_keys, admin_api_keys))
     logger.info("http_stopped")
     return 0
 

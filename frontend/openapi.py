@@ -224,6 +224,7 @@ _RESPONSES = {
     200: "The answer",
     400: "The request is wrong: `param` names the field",
     401: "The server has API keys, and the request has none of them",
+    403: "Only an admin key may do that",
     404: "Unknown model",
     413: "The body is too large",
     503: "No engine, or too much to do: try again",
@@ -273,14 +274,14 @@ def _cache_question(summary: str, description: str, answer: str) -> dict[str, An
 
 def _reset() -> dict[str, Any]:
     flag: dict[str, Any] = {"type": "boolean", "default": False}
-    responses = {str(status): _response(status, _json("ErrorBody")) for status in (400, 401)}
+    responses = {str(status): _response(status, _json("ErrorBody")) for status in (400, 401, 403)}
     return {
         "tags": ["Server"],
         "summary": "Forget every cached prefix",
         "description": "After the present step. Requests that run go on with what they have, which nobody finds any"
         " more; with `reset_running_requests` they are preempted first and computed again, which their clients notice"
         " only by the time it takes. 503: some engine has not done it, and may have its cache; the others have, as the"
-        " answer says.",
+        " answer says. 403: only who has an admin key may.",
         "parameters": [{"name": "reset_running_requests", "in": "query", "schema": flag}],
         "requestBody": {"required": False, "content": _json("ResetRequest")},
         "responses": {str(status): _response(status, _json("ResetAnswer")) for status in (200, 503)} | responses,

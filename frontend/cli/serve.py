@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from engine_core import DEFAULT_MODEL, EngineConfig
-from frontend.api_key import API_KEY_ENV, api_key_environment, check_api_key, take_api_keys
+from frontend.api_key import ADMIN_API_KEY_ENV, API_KEY_ENV, api_key_environment, check_api_key, take_api_keys
 from frontend.http_config import (
     DEFAULT_DRAIN_TIMEOUT_S,
     DEFAULT_MAX_BODY_BYTES,
@@ -95,6 +95,16 @@ def serve(
             metavar="KEY",
         ),
     ] = None,
+    admin_api_key: Annotated[
+        list[str] | None,
+        option(
+            _HTTP,
+            "Key without which nobody resets the prefix cache of all; it opens everything else, too. Better set"
+            f" {ADMIN_API_KEY_ENV}. Default: all clients may, but with --cache-isolation api-key none.",
+            callback=_check_api_keys,
+            metavar="KEY",
+        ),
+    ] = None,
     cache_isolation: Annotated[
         IsolationMode,
         option(
@@ -141,13 +151,12 @@ def serve(
     `gemma3-270m`, can be installed. With --engine, no engine is started.
     """
     begin("serve", log_format, log_level)
+    keys = {
+        variable: _api_keys(option, variable)
+        for variable, option in ((API_KEY_ENV, api_key), (ADMIN_API_KEY_ENV, admin_api_key))
+    }
     try:
-        keys_in_environment = take_api_keys()
-    except ValueError as error:
-        fail(f"{API_KEY_ENV}: {error}")
-    api_keys = api_key or keys_in_environment
-    try:
-        check_isolation(cache_isolation, api_keys)
+        check_isolation(cache_isolation, keys[API_KEY_ENV])
     except ValueError as error:
         fail(str(error))
     pictures = picture_config(picture_settings, max_body_bytes=max_body_bytes)
@@ -176,15 +185,15 @@ def serve(
         pictures=pictures,
     )
     if addresses:
-        raise typer.Exit(supervise([_http_child(config, api_keys)], patience(drain_timeout)))
+        raise typer.Exit(supervise([_http_child(config, keys)], patience(drain_timeout)))
     engine_config = EngineConfig(**engine_settings | {"model": str(resolved.path), "model_name": names[0]})
-    raise typer.Exit(_serve_with_engine(engine_config, config, api_keys))
+    raise typer.Exit(_serve_with_engine(engine_config, config, keys))
 
 
-def _serve_with_engine(engine_config: EngineConfig, config: HttpConfig, api_keys: Sequence[str]) -> int:
+def _serve_with_engine(engine_config: EngineConfig, config: HttpConfig, keys: Mapping[str, Sequence[str]]) -> int:
     sockets = make_private_directory()
     endpoint = f"ipc://{sockets}/engine"
-    http = _http_child(msgspec.structs.replace(config, engines=(EngineAddress(endpoint),)), api_keys)
+    http = _http_child(msgspec.structs.replace(config, engines=(EngineAddress(endpoint),)), keys)
     try:
         # The frontend is stopped first. Once it has let its requests end, the engine has none left.
         return supervise([engine_child(engine_config, endpoint), http], patience(config.drain_timeout_s))
@@ -192,8 +201,21 @@ def _serve_with_engine(engine_config: EngineConfig, config: HttpConfig, api_keys
         shutil.rmtree(sockets, ignore_errors=True)
 
 
-def _http_child(config: HttpConfig, api_keys: Sequence[str]) -> ChildSpec:
-    return ChildSpec("http", child_argv(config), environment=api_key_environment(api_keys))
+def _http_child(config: HttpConfig, keys: Mapping[str, Sequence[str]]) -> ChildSpec:
+    """`keys`: by the environment variable that hands them on."""
+    environment: dict[str, str] = {}
+    for variable, values in keys.items():
+        environment |= api_key_environment(values, variable)
+    return ChildSpec("http", child_argv(config), environment=environment)
+
+
+def _api_keys(option: list[str] | None, variable: str) -> Sequence[str]:
+    """Those of the command line go before those of the environment, which are taken out of there in any case."""
+    try:
+        in_environment = take_api_keys(variable)
+    except ValueError as error:
+        fail(f"{variable}: {error}")
+    return option or in_environment
 
 
 def _check_listenable(host: str, port: int) -> None:

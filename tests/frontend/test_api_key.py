@@ -15,8 +15,9 @@ import openai
 import psutil
 import pytest
 
-from frontend.api_key import API_KEY_ENV, api_key_environment, check_api_key, take_api_keys
+from frontend.api_key import ADMIN_API_KEY_ENV, API_KEY_ENV, api_key_environment, check_api_key, take_api_keys
 from frontend.http_config import EngineAddress, HttpConfig, child_argv
+from frontend.isolation import IsolationMode
 from frontend.prompt.tokenizer import ModelTokenizer
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import ScriptedEngine, says
@@ -113,6 +114,52 @@ def test_without_keys_none_is_needed(chat_tokenizer: ModelTokenizer) -> None:
         assert raw_request(url, "GET", "/v1/models", {"authorization": "Bearer any"}).status == 200
 
 
+ADMIN = "sk-admin"
+
+
+@pytest.mark.parametrize(
+    ("isolation", "keys", "admin_keys", "may_reset"),
+    [
+        ("salt", (), (), {None, "any", *KEYS, ADMIN}),
+        ("salt", KEYS, (), set(KEYS)),
+        ("api-key", KEYS, (), set()),
+        ("api-key", KEYS, (ADMIN,), {ADMIN}),
+        ("none", KEYS, (ADMIN, KEYS[1]), {ADMIN, KEYS[1]}),
+        ("salt", (), (ADMIN,), {ADMIN}),
+    ],
+)
+def test_who_may_reset_the_cache_of_all(
+    chat_tokenizer: ModelTokenizer,
+    isolation: IsolationMode,
+    keys: tuple[str, ...],
+    admin_keys: tuple[str, ...],
+    may_reset: set[str | None],
+) -> None:
+    """Clients that are kept apart by their keys could stop each other with it: requests that run begin anew."""
+    settings = {"isolation": isolation, "api_keys": keys, "admin_api_keys": admin_keys}
+    with live_app(ScriptedEngine(says([])), chat_tokenizer, **settings) as url:
+        for key in (None, "any", *KEYS, ADMIN):
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            answer = httpx.post(f"{url}/reset_prefix_cache", headers=headers)
+            is_known = not keys or key in {*keys, *admin_keys}
+            assert answer.status_code == (200 if key in may_reset else 403 if is_known else 401), key
+            if answer.status_code == 403:
+                assert answer.json()["error"]["code"] == "admin_api_key_needed"
+                assert ADMIN_API_KEY_ENV in answer.json()["error"]["message"]
+            # Whatever else there is, an admin key opens as any other does.
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == (200 if is_known else 401)
+
+
+def test_an_admin_is_a_caller_of_its_own(chat_tokenizer: ModelTokenizer) -> None:
+    engine = ScriptedEngine(says([70], finish_reason="length"))
+    settings = {"isolation": "api-key", "api_keys": KEYS, "admin_api_keys": (ADMIN,)}
+    with live_app(engine, chat_tokenizer, **settings) as url:
+        for key in (*KEYS, ADMIN):
+            headers = {"authorization": f"Bearer {key}"}
+            httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=headers).raise_for_status()
+    assert len({request.extra_key_spans for request in engine.requests}) == 3
+
+
 @pytest.mark.parametrize("key", ["", " ", "a b", "a,b", "ä", "a\n"])
 def test_what_can_be_no_key(key: str) -> None:
     with pytest.raises(ValueError, match="an API key must not be empty"):
@@ -120,10 +167,11 @@ def test_what_can_be_no_key(key: str) -> None:
 
 
 def test_keys_travel_in_the_environment_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in api_key_environment(KEYS).items():
+    for name, value in (api_key_environment(KEYS) | api_key_environment((ADMIN,), ADMIN_API_KEY_ENV)).items():
         monkeypatch.setenv(name, value)
     assert take_api_keys() == KEYS
-    assert API_KEY_ENV not in os.environ
+    assert take_api_keys(ADMIN_API_KEY_ENV) == (ADMIN,)
+    assert not {API_KEY_ENV, ADMIN_API_KEY_ENV} & os.environ.keys()
     assert take_api_keys() == ()
     assert api_key_environment(()) == {}
 

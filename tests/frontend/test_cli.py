@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from engine_core import EngineConfig, ResolvedModel
-from frontend.api_key import API_KEY_ENV
+from frontend.api_key import ADMIN_API_KEY_ENV, API_KEY_ENV
 from frontend.cli import USER_ERROR_EXIT_CODE
 from frontend.cli.app import app
 from frontend.cli.kv_events import published_kv_events
@@ -195,16 +195,18 @@ def test_an_empty_name() -> None:
     assert "a name must not be empty" in one_line(foreword("serve", "--served-model-name", ""))
 
 
-@pytest.mark.parametrize("key", ["", "two words", "with,comma"])
-def test_an_api_key_that_no_client_could_send_is_refused_and_not_repeated(key: str) -> None:
-    said = one_line(foreword("serve", "--api-key", key))
+@pytest.mark.parametrize("option", ["--api-key", "--admin-api-key"])
+@pytest.mark.parametrize("key", ["", "with,comma"])
+def test_an_api_key_that_no_client_could_send_is_refused_and_not_repeated(option: str, key: str) -> None:
+    said = one_line(foreword("serve", option, key))
     assert "an API key must not be empty" in said
     assert not key or key not in said
 
 
-def test_an_api_key_in_the_environment_is_checked_too() -> None:
-    said = one_line(foreword("serve", environment={API_KEY_ENV: "good,no good"}))
-    assert said.startswith(f"foreword: {API_KEY_ENV}: an API key must not be empty")
+@pytest.mark.parametrize("variable", [API_KEY_ENV, ADMIN_API_KEY_ENV])
+def test_an_api_key_in_the_environment_is_checked_too(variable: str) -> None:
+    said = one_line(foreword("serve", environment={variable: "good,no good"}))
+    assert said.startswith(f"foreword: {variable}: an API key must not be empty")
     assert "no good" not in said
 
 
