@@ -73,14 +73,14 @@ async def explain(
     place = None
     if asked is not None and best.miss_reason != "none":
         place = await place_of(asked.chat, asked.find_places, found.token_index)
-    parting = await _parting(serving, request, engine, found, place, asked)
+    may_show = shows_shared or any(span.start <= found.token_index for span in _salts(request))
+    parting = await _parting(serving, request, engine, found, place, asked, may_show=may_show)
     unsalted = await _hit_without_salt(serving, request, best)
     component = component_of(best, parting)
     # A few tokens, those that every prompt begins with, are no reason.
     num_lacking = 0 if unsalted is None else unsalted - best.num_hit_tokens
     if best.miss_reason in {"not_found", "continued"} and num_lacking >= serving.capabilities().block_size:
         component = "salt"
-    may_show = shows_shared or any(span.start <= found.token_index for span in _salts(request))
     image = _image_at(request.mm_features, found.token_index) if component == "image" else None
     answer = ExplainAnswer(
         model=prepared.model_name,
@@ -112,10 +112,14 @@ async def _parting(
     found: CacheExplanation,
     place: Place | None,
     asked: AskedChat | None,
+    *,
+    may_show: bool,
 ) -> Parting:
+    """What may not be shown decides nothing either: else guesses could be tried on it."""
     tokens, at = request.prompt_token_ids, found.token_index
     before = tokens[max(0, at - NUM_TOKENS_AROUND) : at]
-    own, relative = tokens[at : at + NUM_TOKENS_AROUND], found.relative_token_ids[:NUM_TOKENS_AROUND]
+    own = tokens[at : at + NUM_TOKENS_AROUND]
+    relative = found.relative_token_ids[:NUM_TOKENS_AROUND] if may_show else []
     shared = (await serving.prompts.detokenize(before)).rstrip("\ufffd")
     parting = Parting(
         before=shared,
@@ -131,6 +135,13 @@ async def _parting(
     tools = await tools_range(asked.chat, asked.find_places)
     if tools is None or not tools.shown <= at <= tools.end or found.differing_kind is not None:
         return parting
+    parting = replace(
+        parting,
+        tool_names=[tool.name for tool in asked.chat.tools],
+        request_tools=await serving.prompts.detokenize(tokens[tools.shown : tools.end]),
+    )
+    if not may_show:
+        return parting
     # Once more, for all of the relative's tools. If it is another one by now, nothing can be said of their order.
     [again] = await ask_engines(
         [each for each in serving.client.engines if each.index == engine],
@@ -142,12 +153,7 @@ async def _parting(
     theirs: list[int] = []
     if later is not None and later.token_index == at:
         theirs = [*tokens[tools.shown : at], *later.relative_token_ids]
-    return replace(
-        parting,
-        tool_names=[tool.name for tool in asked.chat.tools],
-        request_tools=await serving.prompts.detokenize(tokens[tools.shown : tools.end]),
-        relative_tools=await serving.prompts.detokenize(theirs),
-    )
+    return replace(parting, relative_tools=await serving.prompts.detokenize(theirs))
 
 
 def _behind(before: str, text: str) -> str:

@@ -270,6 +270,24 @@ def test_what_everybody_may_find_is_not_shown_where_callers_are_several(tokenize
         assert "4711" in served.explain(chat("My number is 1234."), first)["texts"]["cached"]
 
 
+def test_what_is_not_shown_answers_no_guesses_either(tokenizer: ModelTokenizer):
+    """Whether it is a date, or the same tools in another order, tells something of a text."""
+    first, second = "sk-first", "sk-second"
+    tools = [tool(name) for name in ("search_catalogue", "reserve_item", "opening_hours")]
+    dated = chat("Hello?", system="Today is 2026-11-30. Be brief.")
+    with serving(tokenizer, keys=(first, second)) as served:
+        served.run(chat("Hello?", tools=tools), first)
+        assert served.explain(chat("Hello?", tools=tools[::-1]), second)["component"] == "tool"
+        served.run(dated, first)
+        for system in ("Today is 2026-12-01. Be brief.", "Today is no day like any other."):
+            assert served.explain(chat("Hello?", system=system), second)["component"] == "text"
+    with serving(tokenizer) as served:
+        served.run(chat("Hello?", tools=tools))
+        assert served.explain(chat("Hello?", tools=tools[::-1]))["component"] == "tool_order"
+        served.run(dated)
+        assert served.explain(chat("Hello?", system="Today is 2026-12-01. Be brief."))["component"] == "date"
+
+
 def test_an_engine_that_is_lost_is_a_503_and_one_of_several_is_said_to_be(served: Served):
     served.engine.lost = True
     assert served.post(PROBE, chat("Hello?")).status_code == 503
