@@ -55,7 +55,8 @@ def _allowed_values(request_type: Any, path: str) -> list[Any]:
     types = [*_alternatives(inspect.type_info(request_type))]
     for step in _STEP.findall(path):
         types = [below for node in types for child in _children(node, step) for below in _alternatives(child)]
-    return [value for node in types if isinstance(node, inspect.LiteralType) for value in node.values]
+    # Where parts of several kinds have the same field, its type is there several times.
+    return list(dict.fromkeys(v for node in types if isinstance(node, inspect.LiteralType) for v in node.values))
 
 
 def _alternatives(node: inspect.Type) -> Iterator[inspect.Type]:

@@ -63,6 +63,23 @@ def test_who_does_not_write_finds_and_is_not_found(stack: Stack) -> None:
     assert cached(stack, prompt, cache={"write": False}) == len(prompt) - 1
 
 
+def test_a_batch_job_that_writes_nothing_leaves_a_chat_fully_cached(stack: Stack) -> None:
+    """Three times the pool, four at a time, with several choices each. The same job pushes it out if it writes."""
+    chat = tokens(12, 5 * BLOCK_SIZE)
+
+    def run_job(first_seed: int, **fields: Any) -> None:
+        with ThreadPoolExecutor(4) as threads:
+            seeds = range(first_seed, first_seed + 3 * NUM_BLOCKS // 4)
+            list(threads.map(lambda seed: stack.complete(tokens(seed), 2, n=2, **fields), seeds))
+
+    cached(stack, chat)
+    run_job(2000, cache={"write": False})
+    assert cached(stack, chat) == len(chat) - 1
+    assert not any(cached(stack, tokens(seed), cache={"write": False}) >= BLOCK_SIZE for seed in range(2000, 2024))
+    run_job(3000)
+    assert cached(stack, chat) < BLOCK_SIZE
+
+
 def test_what_is_kept_outlives_what_fills_the_pool(stack: Stack) -> None:
     kept, plain = tokens(3), tokens(4)
     cached(stack, kept, cache={"ttl_s": 600})

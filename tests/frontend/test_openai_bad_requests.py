@@ -257,6 +257,11 @@ def test_bad_fields(http: httpx.Client, path: str, body: dict[str, Any], param: 
     assert says_what in error["message"]
 
 
+def test_what_texts_and_pictures_may_have_is_listed_once(http: httpx.Client) -> None:
+    error = error_of(http.post(CHAT, json=message(content=cached({"type": "persistent"}))))
+    assert error["message"].endswith("'persistent' is not one of 'ephemeral'")
+
+
 NEUTRAL = {
     "n": 1, "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "auto", "presence_penalty": 0,
     "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "user": "me", "store": False,
