@@ -50,7 +50,7 @@ def create_app(
             *health_routes(serving.client),
             *metrics_routes(serving.metrics),
             *cache_routes(serving.client.engines),
-            *explain_routes(serving, num_callers=len(api_keys) + len(admin_api_keys)),
+            *explain_routes(serving, num_callers=len({*api_keys, *admin_api_keys})),
             *docs_routes(),
         ],
         openapi_config=None,

@@ -6,8 +6,8 @@ is its token ids as bytes (`token_bytes.token_id_bytes`).
 
 from __future__ import annotations
 
-import struct
-import zlib
+import hashlib
+import os
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -39,8 +39,12 @@ class KeyedContent(NamedTuple):
 
 Content = bytes | KeyedContent
 
-# What `sort_bytes` makes of a token with extra keys is at least this.
-KEYED = 1 << 31
+_DIGEST_BYTES = 8
+_DIGEST_KEY = os.urandom(16)
+
+# What `sort_bytes` makes of a token with extra keys is more than the first and less than the second.
+BEFORE_KEYED = b"\x80"
+BEHIND_KEYED = b"\xff" * (_DIGEST_BYTES + 1)
 
 # The kind of extra key that keeps tenants apart.
 SALT = "cache_salt"
@@ -153,22 +157,30 @@ def _ends(spans: Sequence[KeySpan]) -> dict[tuple[str, int, tuple[str | bytes, .
     return ends
 
 
-def sort_bytes(content: Content) -> bytes:
-    """A fixed number of bytes for each token and its extra keys, so that contents can be sorted by common beginnings.
+def sort_bytes(content: Content, num_tokens: int | None = None) -> bytes:
+    """So that contents, or their first `num_tokens` tokens, can be sorted by common beginnings: 4 bytes for each token,
+    after 8 for each extra key that covers it.
 
-    A token with extra keys stands as a digest of both, behind all tokens without: what is equal here may, very rarely,
-    not be equal.
+    What has the same extra keys stands together, behind what has none; so how something goes on under one salt never
+    stands between two that go on under another. Digests of keys are this process's own: nobody can choose keys so that
+    it does. What is equal here may, very rarely, not be equal.
     """
-    elements = bytearray(tokens_of(content))
-    if isinstance(content, KeyedContent):
-        for kind, start, end, keys in content.spans:
-            seed = zlib.crc32(repr((kind, keys)).encode())
-            for place in range(max(0, start), end):
-                at = slice(place * TOKEN_BYTES, (place + 1) * TOKEN_BYTES)
-                digest = zlib.crc32(struct.pack("<q", place - start) + elements[at], seed)
-                # Token ids are small, so none looks like this.
-                elements[at] = (digest | KEYED).to_bytes(TOKEN_BYTES, "little")
+    ids = array("I", tokens_of(content))
     # The most significant byte first.
-    ids = array("I", bytes(elements))
     ids.byteswap()
-    return ids.tobytes()
+    tokens = ids.tobytes()[: None if num_tokens is None else num_tokens * TOKEN_BYTES]
+    if not isinstance(content, KeyedContent):
+        return tokens
+    elements = [tokens[at : at + TOKEN_BYTES] for at in range(0, len(tokens), TOKEN_BYTES)]
+    for span in reversed(content.spans):
+        digest = _digest(span)
+        for place in range(max(0, span.start), min(span.end, len(elements))):
+            elements[place] = digest + elements[place]
+    return b"".join(elements)
+
+
+def _digest(span: KeySpan) -> bytes:
+    """At least `BEFORE_KEYED`, as no token is: ids are below 2^31."""
+    named = repr((span.kind, span.start, span.keys)).encode()
+    digest = hashlib.blake2b(named, digest_size=_DIGEST_BYTES, key=_DIGEST_KEY).digest()
+    return bytes((digest[0] | BEFORE_KEYED[0],)) + digest[1:]

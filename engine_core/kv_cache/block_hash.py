@@ -20,9 +20,9 @@ canonical CBOR of `(parent, (token ids…), extra keys | None)`, with these tagg
 
     kind lora            ("lora", label, key)
     kind mm              ("mm", key, start relative to the block)
-    kind cache_salt      ("cache_salt", key)
+    kind cache_salt      ("cache_salt", key), if its span starts with the block or before
     kind prompt_embeds   ("prompt_embeds", key)
-    any other kind       (kind, key, relative start, relative end)
+    any other            (kind, key, relative start, relative end)
 
 Its root is H(cbor(seed)).
 """
@@ -97,7 +97,9 @@ def tagged_extra_keys(spans: Sequence[ExtraKeySpan], start: int, end: int) -> tu
                 tagged.append(("lora", span.label, span.key))
             case "mm":
                 tagged.append(("mm", span.key, span.start - start))
-            case "cache_salt" | "prompt_embeds":
+            case "prompt_embeds":
+                tagged.append((span.kind, span.key))
+            case "cache_salt" if span.start <= start:
                 tagged.append((span.kind, span.key))
             case _:
                 tagged.append((span.kind, span.key, span.start - start, _relative_end(span, start, end)))

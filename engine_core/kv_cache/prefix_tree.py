@@ -17,8 +17,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter, itemgetter
 
 from .block import KVCacheBlock
-from .block_content import KEYED, Content, num_common_tokens, sort_bytes
-from .token_bytes import TOKEN_BYTES
+from .block_content import BEFORE_KEYED, BEHIND_KEYED, Content, num_common_tokens, sort_bytes
 
 # What one group has of a node: nothing, a block, or several with equal content, the oldest first.
 _Copies = KVCacheBlock | dict[int, KVCacheBlock] | None
@@ -256,11 +255,10 @@ class PrefixTree:
         O(log children + tokens).
         """
         siblings = parent.sources
-        own = sort_bytes(content)
-        place = bisect_left(siblings, (own,), key=_by_sort_key)
+        place = bisect_left(siblings, (sort_bytes(content),), key=_by_sort_key)
         found = {node: num_common_tokens(node.content, content) for node in siblings[max(0, place - 1) : place + 1]}
-        shared = own[: TOKEN_BYTES * max(found.values(), default=0)]
-        for boundary, side in ((KEYED.to_bytes(TOKEN_BYTES, "big"), -1), (b"\xff" * (TOKEN_BYTES + 1), 0)):
+        shared = sort_bytes(content, max(found.values(), default=0))
+        for boundary, side in ((BEFORE_KEYED, -1), (BEHIND_KEYED, 0)):
             place = bisect_left(siblings, (shared + boundary,), key=_by_sort_key) + side
             if 0 <= place < len(siblings):
                 node = siblings[place]

@@ -101,7 +101,7 @@ class EventDescriber:
             return [self._label(key) for key in span.keys]
         if span.kind == "mm":
             return [(key, span.start) for key in span.keys]
-        if span.kind == "prompt_embeds" or (span.kind == "cache_salt" and span.start == 0):
+        if span.kind == "prompt_embeds" or (span.kind == "cache_salt" and span.start <= 0):
             return list(span.keys)
         return [(span.kind, key, span.start, span.end) for key in span.keys]
 

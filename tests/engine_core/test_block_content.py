@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_core.kv_cache.block_content import block_contents, num_common_tokens, partial_content, sort_bytes
-from engine_core.kv_cache.token_bytes import TOKEN_BYTES
 from ipc.messages import ExtraKeySpan
 
 B = 4
@@ -113,9 +115,24 @@ def test_what_is_common_is_what_a_comparison_token_by_token_says(
         expected += 1
     assert common(*contents) == expected
     # And it shows in what is sorted by.
-    first, second = map(sort_bytes, contents)
-    same = next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
-    assert same // TOKEN_BYTES == expected
+    for number in range(min(one_len, other_len) + 1):
+        first, second = (sort_bytes(content, number) for content in contents)
+        assert (first == second) == (number <= expected)
+        assert all(sort_bytes(content).startswith(part) for content, part in zip(contents, (first, second)))
+
+
+def test_what_others_have_under_their_salts_stands_between_no_two_of_ones_own():
+    """Else how far apart two of one's own are told where another's stands between them, and so what it is."""
+
+    def salted(salt: str, tokens: list[int]) -> bytes:
+        return sort_bytes(partial_content([1, *tokens], [ExtraKeySpan(1, 2, "cache_salt", salt)], 0, B, B))
+
+    rng = random.Random(0)
+    whose = [rng.choice("abc") for _ in range(300)]
+    order = sorted(whose, key=lambda salt: salted(salt, [rng.randrange(1000) for _ in range(B - 1)]))
+    plain = sort_bytes(partial_content([1, 999, 999, 999], [], 0, B, B))
+    assert [salt for salt, _ in itertools.groupby(order)] == list(dict.fromkeys(order))
+    assert all(plain < salted(salt, [0, 0, 0]) for salt in whose)
 
 
 @given(TOKENS, SPANS)

@@ -153,6 +153,7 @@ def test_whatever_decides_the_content_decides_the_hash(algo: str):
         "another token": hashes_of(hasher, [2, *tokens[1:]]),
         "salt": hashes_of(hasher, tokens, (ExtraKeySpan(0, 1, "cache_salt", "a"),)),
         "other salt": hashes_of(hasher, tokens, (ExtraKeySpan(0, 1, "cache_salt", "b"),)),
+        "salt from a later token": hashes_of(hasher, tokens, (ExtraKeySpan(1, 2, "cache_salt", "a"),)),
         "image spelled like the salt": hashes_of(hasher, tokens, (ExtraKeySpan(0, 1, "mm", "a"),)),
         "image one token later": hashes_of(hasher, tokens, (ExtraKeySpan(1, 2, "mm", "a"),)),
         "own kind spelled like the salt": hashes_of(hasher, tokens, (ExtraKeySpan(0, 1, "cache_sal", "ta"),)),

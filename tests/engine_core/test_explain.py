@@ -50,6 +50,24 @@ def explain(engine: EngineCore, request: EngineRequest, **options) -> tuple[Cach
     return probe, probe.explanation
 
 
+@pytest.mark.parametrize("unit", ["token", "block"])
+def test_whatever_others_have_under_their_salts_the_same_is_told(unit: str):
+    """They stand beside the own relative wherever that is looked for."""
+    told = set()
+    for seed in range(5):
+        engine = make_engine(256, prefix_match_unit=unit)
+        run(engine, make([1, 2, 30, 4], salts=[(2, "mine")]))
+        rng = random.Random(seed)
+        for _ in range(40):
+            run(engine, make([1, 2, rng.randrange(60), 4], salts=[(2, f"theirs {rng.random()}")]))
+        for token in (10, 29, 31, 50):
+            asked = make([1, 2, token, 4, 5], salts=[(2, "mine")])
+            probe, explanation = explain(engine, asked)
+            told.add((probe.miss_reason, explanation.token_index, tuple(explanation.relative_token_ids)))
+            assert engine.probe(asked).miss_reason == probe.miss_reason
+    assert told == {("diverged", 2, (30, 4))}
+
+
 def state_of(engine: EngineCore) -> tuple:
     pool = engine._scheduler.kv.pool
     blocks = [(block.ref_cnt, block.node, block.is_filled) for block in pool.blocks]
