@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -199,9 +200,19 @@ async def test_one_message_that_does_not_arrive_as_it_was_sent(
 
 @pytest.mark.parametrize("direction", ["to_engine", "to_frontend"])
 async def test_nothing_of_an_earlier_session_passes_for_a_part_of_this_one(
-    engine: EngineCoreServer, proxy: MeddlingProxy, client: EngineClient, direction: Direction
+    engine: EngineCoreServer,
+    proxy: MeddlingProxy,
+    client: EngineClient,
+    direction: Direction,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All that was said in one session is said again before each message of the next between the same two."""
+    """All that was said in one session is said again before each message of the next between the same two.
+
+    Each count begins above those before it. Where a socket's first word is the `Hello` of another one, its own is taken
+    for a duplicate if it is lower: then a client tries again until it draws a higher one.
+    """
+    counts = itertools.count()
+    monkeypatch.setattr("ipc.sequence.secrets.randbits", lambda num_bits: next(counts) << 40)
     earlier: list[Frames] = []
 
     def remember(way: Direction, frames: Frames) -> list[Frames]:
