@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from engine_core import EngineConfig, EngineCore, tokenizer_digest
 from engine_core.server import EngineCoreServer
 from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from frontend.engine_pool import EnginePool, open_engines
+from frontend.generation import generate
 from frontend.http_config import EngineAddress, HttpConfig
+from frontend.metrics.families import RequestFamilies
+from frontend.metrics.request_record import RequestRecord
 from ipc.messages import EngineRequest, SamplingParams
 from tests.fake_runner import FakeRunner, continuation
 from tests.wire_peers import is_idle, request, running_server, start_engine, wait_until
@@ -26,6 +31,16 @@ STEP_S = 0.005
 
 async def until(condition: Callable[[], object]) -> None:
     await asyncio.to_thread(wait_until, condition)
+
+
+class Silent:
+    """A detokenizer of tokens that have no text."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class Engines:
@@ -149,6 +164,28 @@ async def test_a_request_without_output_outlives_its_engine(engines: Engines) ->
             assert (stream.engine_index, arrived) == (1, continuation([5], 20))
         assert pool.state == "ready"
         assert pool.num_in_flight == 0
+
+
+async def test_a_request_that_moved_is_counted_once_and_where_it_was_computed(engines: Engines) -> None:
+    lost = engines.start_process(step_s=1.0)
+    engines.start()
+    registry = CollectorRegistry()
+    asked = request("r", [5] * 7, 20)
+    record = RequestRecord(RequestFamilies(registry, "fake", [0, 1]), asked, time.monotonic())
+    async with engines.pool() as pool, aclosing(generate(pool, asked, Silent, (), record)) as deltas:
+        first = asyncio.ensure_future(anext(deltas))
+        await until(lambda: pool.engines[0].num_in_flight == 1)
+        lost.kill()
+        told = [await first, *[delta async for delta in deltas]]
+
+    def counted(name: str, engine: int) -> float | None:
+        return registry.get_sample_value(f"foreword:{name}", {"model_name": "fake", "engine": str(engine)})
+
+    assert sum(delta.num_tokens for delta in told) == 20
+    assert [counted("generation_tokens_total", engine) for engine in (0, 1)] == [0, 20]
+    assert [counted("prompt_tokens_total", engine) for engine in (0, 1)] == [0, 7]
+    stats = engines.servers[0].engine.stats()
+    assert (stats.prefix_cache_queries, stats.generated_tokens) == (7, 20)
 
 
 async def test_a_request_that_has_begun_does_not(engines: Engines) -> None:
