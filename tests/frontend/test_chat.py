@@ -192,9 +192,11 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def interrupt(self, text: str) -> None:
-        """Ctrl-C until `text` is shown. Python notices one that comes just before it waits for keys only then."""
-        for _ in range(20):
-            os.write(self._master, b"\x03")
+        """Ctrl-C until `text` is shown. Python notices one that comes just before it waits for keys only then; and one
+        that empties the terminal's input after readline was told that there is some, only with another key.
+        """
+        for attempt in range(20):
+            os.write(self._master, b" " if attempt % 2 else b"\x03")
             heard_s = time.monotonic() + LIVENESS_S / 20
             while text not in self._unread and time.monotonic() < heard_s:
                 self._read(0.5)
