@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections import deque
@@ -58,6 +57,7 @@ from ipc.messages import (
 )
 from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
 from ipc.stats import EngineStats, PrefixCacheReset
+from ipc.wakeup import Wakeup
 
 from .commands import Abort, AbortContinuations, Add, Command, Drain, Probe, Reset, Stop, Supply
 from .frontend_requests import FrontendRequests
@@ -139,9 +139,7 @@ class FrontendLink:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="frontend-link", daemon=True)
 
     def start(self) -> None:
@@ -150,7 +148,7 @@ class FrontendLink:
     def publish(self, outputs: EngineOutputs) -> None:
         """Send what a step produced to whom it concerns. Never waits. The outputs are the link's from here on."""
         self._outbox.append(outputs)
-        self._wake()
+        self._wakeup.wake()
 
     def publish_wanted(self, wanted: list[WantedFeature]) -> None:
         """Ask whom it concerns for these features' inputs, which come as `Supply` commands. Never waits.
@@ -158,38 +156,32 @@ class FrontendLink:
         Passed over are those of requests that are over.
         """
         self._outbox.append(wanted)
-        self._wake()
+        self._wakeup.wake()
 
     def drain(self) -> None:
         """From now on refuse new requests, and tell every frontend so. From any thread or signal handler, any time."""
         self._drain_wanted = True
-        self._wake()
+        self._wakeup.wake()
 
     def stop(self) -> None:
         """Send what was published, say goodbye to everybody, close. Waits for it (about a second at most)."""
         self._stopping = True
-        self._wake()
+        self._wakeup.wake()
         self._thread.join()
-        self._wake_read.close()
-        self._wake_write.close()
-
-    def _wake(self) -> None:
-        # Full, it holds enough wake-ups; closed, there is nobody to wake, though a signal may still ask for it.
-        with contextlib.suppress(OSError):
-            self._wake_write.send(b"\0")
+        self._wakeup.close()
 
     def _run(self) -> None:
         try:
             poller = zmq.Poller()
             poller.register(self._router, zmq.POLLIN)
-            woken = self._wake_read.fileno()
+            woken = self._wakeup.fileno()
             poller.register(woken, zmq.POLLIN)
             if self._authorizer is not None:
                 poller.register(self._authorizer.socket, zmq.POLLIN)
             while not self._stopping:
                 events = dict(poller.poll(self._wait_ms()))
                 if woken in events:
-                    self._wake_read.recv(65536)
+                    self._wakeup.clear()
                 if self._authorizer is not None and self._authorizer.socket in events:
                     self._authorizer.answer()
                 if self._drain_wanted and not self._draining:
@@ -332,14 +324,14 @@ class FrontendLink:
     def _answer_reset(self, frontend: FrontendSession, call_id: int) -> Callable[[PrefixCacheReset], None]:
         def answer(result: PrefixCacheReset) -> None:
             self._answers.append((frontend, PrefixCacheWasReset(call_id, result)))
-            self._wake()
+            self._wakeup.wake()
 
         return answer
 
     def _probe(self, frontend: FrontendSession, message: ProbeCache) -> None:
         def answer(probe: CacheProbe) -> None:
             self._answers.append((frontend, CacheProbed(message.call_id, probe)))
-            self._wake()
+            self._wakeup.wake()
 
         prepared = self._requests.prepare(message.request)
         if isinstance(prepared, RequestError):

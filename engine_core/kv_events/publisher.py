@@ -8,11 +8,9 @@ is sent several times, at growing intervals. Whoever has missed something asks t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import secrets
-import socket
 import threading
 import time
 from collections import deque
@@ -27,6 +25,7 @@ from ipc.endpoints import is_tcp, tcp_address
 from ipc.kv_events import AllBlocksCleared, BatchEncoder, EventsDropped, KVEvent, KVEventFormat
 from ipc.kv_events.requests import NUMBER_BYTES, encode_number
 from ipc.sockets import check_listenable
+from ipc.wakeup import Wakeup
 
 from .answers import Answers, SharedBatches
 from .describe import EventDescriber
@@ -106,9 +105,7 @@ class KVEventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 
     def _open_pub(self) -> zmq.Socket[bytes]:
@@ -155,27 +152,21 @@ class KVEventPublisher:
             self._num_not_queued += 1
         else:
             self._queue.append(_Queued(time.time(), changes, self._num_not_queued))
-        self._wake()
+        self._wakeup.wake()
 
     def publish_snapshot(self, changes: Sequence[CacheChange]) -> None:
         """All that is there, as of what was published so far, for those who asked. Never waits; for the same thread."""
         self._queue.append(_Queued(None, changes, self._num_not_queued))
-        self._wake()
+        self._wakeup.wake()
 
     def stop(self) -> None:
         """Publish what is queued, if it was started, and close. Waits for it, some seconds at most."""
         self._stopping = True
-        self._wake()
+        self._wakeup.wake()
         if self._thread.ident is not None:
             self._thread.join()
         self._context.destroy(linger=0)
-        self._wake_read.close()
-        self._wake_write.close()
-
-    def _wake(self) -> None:
-        # Full, it holds enough wake-ups.
-        with contextlib.suppress(OSError):
-            self._wake_write.send(b"\0")
+        self._wakeup.close()
 
     def _run(self) -> None:
         try:
@@ -191,14 +182,14 @@ class KVEventPublisher:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        woken = self._wake_read.fileno()
+        woken = self._wakeup.fileno()
         poller.register(woken, zmq.POLLIN)
         if self._answers is not None:
             poller.register(self._answers.router, zmq.POLLIN)
         could_do_more = False
         while not self._stopping:
             if woken in dict(poller.poll(0 if could_do_more else self._wait_ms())):
-                self._wake_read.recv(65536)
+                self._wakeup.clear()
             could_do_more = self._publish_some()
             if self._answers is not None:
                 self._answers.receive()
