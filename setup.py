@@ -1,5 +1,6 @@
 """What `pyproject.toml` has no stable words for: the compiled kernels."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -33,5 +34,6 @@ setup(
         for instruction_set, instructions in INSTRUCTION_SETS.items()
         for element_type, element in ELEMENT_TYPES.items()
         if ON_X86 or not instructions
-    ]
+    ],
+    options={"build_ext": {"parallel": os.cpu_count()}},
 )

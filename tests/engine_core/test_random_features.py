@@ -180,7 +180,7 @@ class PicturesWorkload(Workload):
 
 @pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_random_operations_on_pictures_leave_an_idle_engine_and_right_outputs(policy: str):
-    assert run_for(3.0, policy, seed=1, make=PicturesWorkload) > 3
+    assert run_for(1.5, policy, seed=1, make=PicturesWorkload) > 3
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workl
 
 @pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_random_operations_leave_an_idle_engine_and_right_outputs(policy: str):
-    assert run_for(2.0, policy, seed=1) > 3
+    assert run_for(1.0, policy, seed=1) > 3
 
 
 @pytest.mark.slow

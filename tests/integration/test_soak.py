@@ -139,7 +139,7 @@ def sizes(server: Server) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("kill_every_s", "num_kills", "calm_s"),
-    [(1.0, 2, 4.0), pytest.param(35.0, 8, 240.0, marks=pytest.mark.slow)],
+    [(0.5, 2, 2.0), pytest.param(35.0, 8, 240.0, marks=pytest.mark.slow)],
 )
 @pytest.mark.timeout(1200)
 async def test_nothing_is_left_of_mixed_load_with_kills(

@@ -2,11 +2,13 @@
 
     python -m tests.kernels.ahead_of_time [--all]
 
-One line of JSON for each specimen and target. Not with `TRITON_INTERPRET`: there is nothing to compile then.
+One line of JSON for each specimen and target; without `--all` only the first of each kernel, and for the newest target.
+Not with `TRITON_INTERPRET`: there is nothing to compile then.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -75,13 +77,13 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", printed)}
 
 
-def main() -> Iterator[Compiled]:
+def main(every: bool) -> Iterator[Compiled]:
     for _, specimens in all_specimens():
-        for specimen in specimens if "--all" in sys.argv else specimens[:1]:
-            for capability in CAPABILITIES:
-                yield compile_for(specimen, capability)
+        targets = itertools.product(specimens, CAPABILITIES) if every else [(specimens[0], max(CAPABILITIES))]
+        for specimen, capability in targets:
+            yield compile_for(specimen, capability)
 
 
 if __name__ == "__main__":
-    for result in main():
+    for result in main("--all" in sys.argv):
         print(json.dumps(asdict(result)), flush=True)

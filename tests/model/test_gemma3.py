@@ -6,7 +6,9 @@ minute.
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,8 @@ GROUP_WINDOWS = (*[WINDOW] * 5, None)
 # Enough for the shortest prompt to leave its window.
 NUM_TOKENS = 16
 
+GetReference = Callable[[int], Reference]
+
 
 @pytest.fixture(scope="module")
 def model(gemma3: Path) -> transformers.PreTrainedModel:
@@ -42,9 +46,21 @@ def model(gemma3: Path) -> transformers.PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def references(model: transformers.PreTrainedModel) -> list[Reference]:
+def reference(model: transformers.PreTrainedModel) -> GetReference:
+    """Number of a prompt → its reference."""
     prompts = json.loads(PROMPTS.read_text())["prompts"]
-    return [generate_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
+    return functools.cache(lambda number: generate_reference(model, prompts[number], NUM_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def references(reference: GetReference) -> list[Reference]:
+    """Of the shortest prompt and of one that is more than twice as long as the window."""
+    return [reference(0), reference(2)]
+
+
+@pytest.fixture(scope="module")
+def all_references(reference: GetReference) -> list[Reference]:
+    return [reference(number) for number in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +137,17 @@ def test_it_foretells_a_text(
     assert loss.exp() < 40
 
 
-@pytest.mark.parametrize("chunk_size", [256, *(pytest.param(size, marks=pytest.mark.slow) for size in (17, 4096))])
-def test_cold_and_cached(gemma3: Path, references: list[Reference], chunk_size: int) -> None:
+def test_cold_and_cached(gemma3: Path, references: list[Reference]) -> None:
+    check_cold_and_cached(gemma3, references, 256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [17, 256, 4096])
+def test_all_prompts_cold_and_cached(gemma3: Path, all_references: list[Reference], chunk_size: int) -> None:
+    check_cold_and_cached(gemma3, all_references, chunk_size)
+
+
+def check_cold_and_cached(gemma3: Path, references: list[Reference], chunk_size: int) -> None:
     engine = poisoned_engine(gemma3, max_num_batched_tokens=chunk_size, max_num_seqs=len(references))
     assert engine.runner.info.windows == GROUP_WINDOWS
     run(engine, references)
@@ -136,12 +161,12 @@ def test_cold_and_cached(gemma3: Path, references: list[Reference], chunk_size: 
 
 
 @pytest.mark.slow
-def test_preempted(gemma3: Path, references: list[Reference]) -> None:
+def test_preempted(gemma3: Path, all_references: list[Reference]) -> None:
     settings = {"num_blocks": 480, "reserve_full_sequence": False, "max_num_batched_tokens": 256}
     engine = poisoned_engine(gemma3, **settings)
     for _ in range(2):
         before = engine.stats().preemptions
-        run(engine, references)
+        run(engine, all_references)
         assert engine.stats().preemptions > before
 
 

@@ -18,6 +18,8 @@ import transformers
 from engine_core.model import gguf
 from tests.wire_peers import is_alive, wait_until
 
+from .conftest import Conversion
+
 
 @pytest.fixture(scope="module")
 def tokenizer(smollm2: Path) -> transformers.PreTrainedTokenizerFast:
@@ -92,28 +94,12 @@ def test_it_speaks(smollm2: Path, tokenizer: transformers.PreTrainedTokenizerFas
     assert output[-1] == tokenizer.eos_token_id
 
 
-def test_two_processes_convert_it_once(smollm2: Path, tmp_path: Path) -> None:
+def test_two_processes_convert_it_once(smollm2_conversions: list[Conversion]) -> None:
     """The second waits for the first and then finds the work done."""
-    code = (
-        "import logging, sys; logging.basicConfig(level=logging.INFO); from pathlib import Path;"
-        f"from engine_core import resolve_model; print(resolve_model('smollm2', Path({str(tmp_path)!r})).path)"
-    )
-    root = Path(gguf.__file__).parents[2]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert outputs[0][0] == outputs[1][0]
-    assert sum("gguf_converted" in stderr for _, stderr in outputs) == 1
-    models = sorted(path.name for path in (tmp_path / "models").iterdir())
-    assert models == [smollm2.name, f"{smollm2.name}.lock"]
-    assert (tmp_path / "models" / smollm2.name / "model.safetensors").read_bytes() == (
-        smollm2 / "model.safetensors"
-    ).read_bytes()
+    one, other = smollm2_conversions
+    assert one.path == other.path
+    assert sum("gguf_converted" in conversion.log for conversion in smollm2_conversions) == 1
+    assert sorted(path.name for path in one.path.parent.iterdir()) == [one.path.name, f"{one.path.name}.lock"]
 
 
 def test_what_an_interrupted_conversion_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

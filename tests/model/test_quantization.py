@@ -58,7 +58,7 @@ def formats_of(model: nn.Module) -> dict[str, Format]:
 def test_perplexity_grows_by_little(smollm2: Path) -> None:
     """SmolLM2's weights were in 4 bits with groups of 32 once, so `int4` finds nearly all of them again."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
-    contexts = contexts_of(tokenizer(TEXT.read_text()).input_ids[:1024], 512)
+    contexts = contexts_of(tokenizer(TEXT.read_text()).input_ids[:512], 512)
 
     def measured(quantization: str | None) -> float:
         config = config_of(smollm2, dtype="auto", quantization=quantization, num_blocks=128)
