@@ -1,6 +1,5 @@
 """What `pyproject.toml` has no stable words for: the compiled kernels."""
 
-import os
 import platform
 from pathlib import Path
 
@@ -35,5 +34,4 @@ setup(
         for element_type, element in ELEMENT_TYPES.items()
         if ON_X86 or not instructions
     ],
-    options={"build_ext": {"parallel": os.cpu_count()}},
 )
