@@ -81,6 +81,13 @@ class KVEventsConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             )
 
 
+class LoraModule(Struct, frozen=True, forbid_unknown_fields=True):
+    """A LoRA adapter to load at start: a PEFT directory, and how requests ask for it."""
+
+    name: str
+    path: str
+
+
 class EngineConfig(Struct, kw_only=True, frozen=True):
     """Settings of one engine core. `None` means: decide from the model and the machine.
 
@@ -148,6 +155,12 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
         kv_events_config: tell what the prefix cache gains and loses; default not.
         kv_events_format: of events on the wire: maps, or arrays as older consumers expect them.
         kv_events_hashes: blocks are called by the last 8 bytes of their hashes, as a number, or by all bytes.
+        enable_lora: requests may ask for LoRA adapters.
+        max_loras: of how many different adapters a step may have requests; each has a slot on the device.
+        max_lora_rank: the largest rank an adapter may have.
+        max_cpu_loras: how many adapters may be loaded; all stay in host memory.
+        lora_modules: adapters that are loaded at start.
+        lora_root: adapters that a frontend asks for must lie below this directory; default: it cannot ask for any.
     """
 
     model: str = ""
@@ -197,6 +210,12 @@ class EngineConfig(Struct, kw_only=True, frozen=True):
     kv_events_config: KVEventsConfig | None = None
     kv_events_format: KVEventFormat = "map"
     kv_events_hashes: KVEventHashes = "int"
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 64
+    lora_modules: tuple[LoraModule, ...] = ()
+    lora_root: str | None = None
 
     @property
     def records_kv_events(self) -> bool:

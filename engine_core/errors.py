@@ -26,3 +26,14 @@ class EngineOverloadedError(Exception):
 
 class InvalidConfigError(ValueError):
     """The engine cannot be built as configured. The message names the setting and the true numbers."""
+
+
+class AdapterError(ValueError):
+    """An adapter cannot be loaded or unloaded. `reason` is one of those of `ipc.messages.AdapterAnswer`; `param` is
+    `lora_name` or `lora_path`, whichever is at fault.
+    """
+
+    def __init__(self, message: str, reason: str, param: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.param = param

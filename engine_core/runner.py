@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ipc.messages import MultimodalFeature, TokenLogprob
 
+from .lora.adapter import Adapter
 from .request import Request
 
 
@@ -47,6 +49,8 @@ class ScheduledRequest:
     With `follows` the one token to compute is what the step launched just before samples for its own batch's
     `follows`-th request, which is this one. Nobody knows it yet: it is not in `request.token_ids`, and `start` is where
     it will be.
+
+    `adapter_slot` is where `Runner.place_adapter` has put the request's adapter; None without one.
     """
 
     request: Request
@@ -56,6 +60,7 @@ class ScheduledRequest:
     num_shared_blocks: int
     features: Sequence[EncodedFeature] = ()
     follows: int | None = None
+    adapter_slot: int | None = None
 
     @property
     def end(self) -> int:
@@ -110,6 +115,7 @@ class ModelInfo:
     and layout; `tokenizer_digest` is that of the model's directory, empty where there is none.
     `multimodal` is None for models of text only. `runs_apart` says that `Runner.launch` returns long before the step
     has run, so that it pays to schedule the next one meanwhile.
+    `num_adapter_slots`: how many LoRA adapters a step may have; 0 where the model is not ready for any.
     """
 
     name: str
@@ -122,6 +128,7 @@ class ModelInfo:
     multimodal: MultimodalInfo | None = None
     runs_apart: bool = False
     windows: tuple[int | None, ...] = (None,)
+    num_adapter_slots: int = 0
 
 
 class LaunchedStep(Protocol):
@@ -160,10 +167,27 @@ class Runner(Protocol):
         """
         ...
 
-    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> Any:
-        """What the model sees of one feature: `feature.num_embeds` rows, in whatever form `execute` takes them.
+    def encode(
+        self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray], adapter_slot: int | None = None
+    ) -> Any:
+        """What the model sees of one feature: `feature.num_embeds` rows, in whatever form `execute` takes them; with
+        the adapter in that slot, if there is one.
 
         Only called where `info.multimodal` is set. Raises ValueError for inputs that are not this feature's.
+        """
+        ...
+
+    def read_adapter(self, path: Path, root: Path | None = None) -> Adapter:
+        """Read a PEFT directory, check that it fits the model, and bring its weights into the form they are computed
+        with. Any thread may call this at any time; steps go on meanwhile.
+
+        With `root`, neither the directory nor a file of it may lie elsewhere, links resolved. Raises AdapterError.
+        """
+        ...
+
+    def place_adapter(self, slot: int, adapter: Adapter) -> None:
+        """From the next call on, `slot` (below `info.num_adapter_slots`) has this adapter, which `read_adapter`
+        returned; whatever was launched before computes with what was there before.
         """
         ...
 

@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Buffer: TypeAlias = bytes | memoryview
 Reason = Literal["header", "version", "frames", "too_large", "body", "payload"]

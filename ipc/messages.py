@@ -147,6 +147,9 @@ class EngineRequest(Struct, array_like=True, frozen=True):
 
     `keep`, at most `MAX_KEPT_PREFIXES`, are to stay in the cache from when the prompt is computed; they count to the
     share of `tenant`, which is no part of any identity (`extra_key_spans` are).
+
+    `adapter` is the name of a LoRA adapter that the engine has loaded; the one that bears it when the request is
+    prepared computes it to its end, and its digest is the extra key of all its tokens. Empty is the model itself.
     """
 
     request_id: str
@@ -160,6 +163,27 @@ class EngineRequest(Struct, array_like=True, frozen=True):
     write_prefix_cache: bool = True
     keep: tuple[KeepPrefix, ...] = ()
     tenant: str = ""
+    adapter: str = ""
+
+
+class AdapterInfo(Struct, array_like=True, frozen=True):
+    """A LoRA adapter that an engine has loaded, under the name by which requests ask for it.
+
+    `digest` is the SHA-256 (hex) of its tensors and scaling: equal exactly where KV blocks may be shared, whatever the
+    name. `path` is where it was read, `base_model` what it says it was trained on. `rank` is its largest;
+    `target_modules` are the last parts of its modules' names, sorted. With `targets_encoder` pictures are encoded
+    otherwise than without it. `num_bytes` is what its weights weigh in host memory; `loaded_s` is on the wall clock.
+    """
+
+    name: str
+    digest: str
+    path: str
+    rank: int
+    target_modules: tuple[str, ...]
+    targets_encoder: bool
+    num_bytes: int
+    loaded_s: float
+    base_model: str = ""
 
 
 # Why a prompt was not found whole in the prefix cache:
@@ -309,7 +333,8 @@ class EngineCapabilities(Struct, array_like=True, frozen=True):
     model's context and the KV pool, which it is with `is_limited_by_pool`. `cache_namespace` is equal exactly where KV
     blocks may be shared.
     `cache_config` has the KV cache's settings by name, for people.
-    `tokenizer_digest` is equal where the tokenizer's files are; empty where there are none.
+    `tokenizer_digest` is equal where the tokenizer's files are; empty where there are none. A step may have requests of
+    `max_loras` different LoRA adapters; 0 where there can be none.
     """
 
     model: str
@@ -322,6 +347,7 @@ class EngineCapabilities(Struct, array_like=True, frozen=True):
     cache_config: dict[str, str] = {}
     tokenizer_digest: str = ""
     is_limited_by_pool: bool = False
+    max_loras: int = 0
 
 
 class Hello(Struct, array_like=True, tag="hello", frozen=True):
@@ -331,11 +357,13 @@ class Hello(Struct, array_like=True, tag="hello", frozen=True):
 class Welcome(Struct, array_like=True, tag="welcome", frozen=True):
     """Engine → frontend: the header's epoch is the one to use from now on.
 
-    `hello_sequence` is the number of the `Hello` this answers; an answer to any other opens no session.
+    `hello_sequence` is the number of the `Hello` this answers; an answer to any other opens no session. `adapters` are
+    those loaded now; `Adapters` follows whenever that changes.
     """
 
     capabilities: EngineCapabilities
     hello_sequence: int
+    adapters: list[AdapterInfo] = []
 
 
 class Refused(Struct, array_like=True, tag="refused", frozen=True):
@@ -431,6 +459,47 @@ class CacheProbed(Struct, array_like=True, tag="cache_probed", frozen=True):
     error: RequestError | None = None
 
 
+class LoadAdapter(Struct, array_like=True, tag="load_adapter", frozen=True):
+    """Frontend → engine: read the LoRA adapter in the directory `path` of the engine's machine, below its `lora_root`,
+    and let requests ask for it as `name`. Steps go on meanwhile. Answered by `AdapterAnswer`.
+
+    A name that is taken is refused, unless its adapter is the same, or `replaces`: requests that were prepared with the
+    old one keep it. With a `digest` no other weights are accepted.
+    """
+
+    call_id: int
+    name: str
+    path: str
+    replaces: bool = False
+    digest: str | None = None
+
+
+class UnloadAdapter(Struct, array_like=True, tag="unload_adapter", frozen=True):
+    """Frontend → engine: no further request may ask for `name`; those that did keep it. Answered by `AdapterAnswer`."""
+
+    call_id: int
+    name: str
+
+
+class AdapterAnswer(Struct, array_like=True, tag="adapter_answer", frozen=True):
+    """Engine → frontend: what was loaded or unloaded, or why not.
+
+    The `reason` of an `invalid` error is `lora_disabled`, `outside_lora_root` (or there is none), `path_not_found`,
+    `invalid_adapter`, `name_taken`, `unknown_adapter`, `too_many_adapters` or `other_weights` (than `digest`); its
+    `param` is `lora_name` or `lora_path`.
+    """
+
+    call_id: int
+    adapter: AdapterInfo | None = None
+    error: RequestError | None = None
+
+
+class Adapters(Struct, array_like=True, tag="adapters", frozen=True):
+    """Engine → frontend: these are loaded now, and no others. Comes before the `AdapterAnswer` of who caused it."""
+
+    adapters: list[AdapterInfo]
+
+
 class WantedFeature(Struct, array_like=True, frozen=True):
     """The feature `key` of the request `request_id`, whose inputs the engine needs."""
 
@@ -464,8 +533,28 @@ class EngineOutputs(Struct, array_like=True, tag="outputs"):
 
 
 FrontendMessage = (
-    Hello | AddRequest | SupplyFeature | AbortRequests | GetStats | ResetPrefixCache | ProbeCache | Heartbeat | Goodbye
+    Hello
+    | AddRequest
+    | SupplyFeature
+    | AbortRequests
+    | GetStats
+    | ResetPrefixCache
+    | ProbeCache
+    | LoadAdapter
+    | UnloadAdapter
+    | Heartbeat
+    | Goodbye
 )
 EngineMessage = (
-    Welcome | Refused | EngineOutputs | WantFeatures | Stats | PrefixCacheWasReset | CacheProbed | Heartbeat | Goodbye
+    Welcome
+    | Refused
+    | EngineOutputs
+    | WantFeatures
+    | Stats
+    | PrefixCacheWasReset
+    | CacheProbed
+    | AdapterAnswer
+    | Adapters
+    | Heartbeat
+    | Goodbye
 )

@@ -35,6 +35,15 @@ _MAX_SPLITS = 16
 _ENOUGH_PROGRAMS = 512
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraPart:
+    """What an adapter has for one linear layer: `a` `[rank, in_features]`, `b` `[out_features, rank]`, of one type."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
     """One linear layer's room for adapters, written to in place as adapters come and go.

@@ -1,0 +1,1 @@
+"""LoRA adapters in the engine, whatever computes with them."""
