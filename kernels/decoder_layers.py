@@ -14,7 +14,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -25,6 +25,8 @@ from .compiled import library
 from .kv_cache import LayerCache
 from .kv_cache_in_c import CKVCache, reaches
 from .linear import Activation, CWeight, PackedWeight
+from .lora_batch import LoraBatch
+from .lora_in_c import CLoraBatch, LoraSlots, PackedLora, on_c_side
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -104,7 +106,8 @@ class _CNorm(ctypes.Structure):
 
 
 _NORMS = ("before_attention", "of_queries", "of_keys", "after_attention", "before_mlp", "after_mlp")
-_WEIGHTS = ("qkv", "output", "gate", "up", "down")
+LinearName = Literal["qkv", "output", "gate", "up", "down"]
+_WEIGHTS: tuple[LinearName, ...] = get_args(LinearName)
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "rotary_dim")
 
 
@@ -125,6 +128,7 @@ class _CStep(ctypes.Structure):
         ("batches", ctypes.POINTER(ctypes.POINTER(CAttentionBatch))),
         ("slots", ctypes.POINTER(ctypes.c_void_p)),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "normed", "qkv", "attended", "gated")),
+        ("lora", ctypes.POINTER(CLoraBatch)),
     )
 
 
@@ -172,12 +176,15 @@ class DecoderLayers:
     once per part: norms, rotation and activation are not rounded in between. But for attention, a token's result does
     not depend on the others of its batch. Gradients are not recorded.
 
+    Each linear layer has room for `num_adapter_slots` LoRA adapters (`place`). A step's `lora` says which token has
+    which; what it adds is part of the float32 sum. Tokens without one have the same bits as in a step without `lora`.
+
     Raises:
         ValueError: the parts do not fit each other.
         RuntimeError: there is no library for their dtype.
     """
 
-    def __init__(self, layers: Sequence[LayerParts], scratch: LayerScratch) -> None:
+    def __init__(self, layers: Sequence[LayerParts], scratch: LayerScratch, num_adapter_slots: int = 0) -> None:
         found = library(layers[0].dtype)
         if found is None:
             raise RuntimeError(f"there are no decoder layers for {layers[0].dtype} on this CPU")
@@ -208,6 +215,28 @@ class DecoderLayers:
         )
         self._caches: list[LayerCache] = []
         self._block_size = 0
+        self.num_adapter_slots = num_adapter_slots
+        self._adapters = [
+            {name: _adapter_slots(getattr(parts, name), num_adapter_slots) for name in _WEIGHTS} for parts in layers
+        ]
+        self._shrunk_size = 0
+        if num_adapter_slots:
+            for layer, of_layer in zip(self._on_c_side, self._adapters, strict=True):
+                for name, adapters in of_layer.items():
+                    getattr(layer, name).adapters = ctypes.addressof(adapters.on_c_side)
+
+    def place(self, slot: int, index: int, name: LinearName, packed: PackedLora | None) -> None:
+        """From now on the adapter in `slot` has this for one linear layer, or leaves it alone. No step may be computed
+        meanwhile.
+
+        Raises:
+            ValueError: it is for another linear layer.
+        """
+        of_layer = self._adapters[index]
+        of_layer[name].place(slot, packed)
+        sizes = {name: adapters.shrunk_size for name, adapters in of_layer.items()}
+        # Gate and up are shrunk together. Room is kept, as all scratch is.
+        self._shrunk_size = max(self._shrunk_size, sizes.pop("gate") + sizes.pop("up"), *sizes.values())
 
     def use(self, caches: Sequence[LayerCache], groups: Sequence[int]) -> None:
         """From now on the layers' keys and values are here, in this order, each in a KV cache group.
@@ -237,6 +266,7 @@ class DecoderLayers:
         angles: Angles | None,
         slots: Sequence[torch.Tensor],
         batches: Sequence[AttentionBatch],
+        lora: LoraBatch | None = None,
     ) -> torch.Tensor:
         """The last layer's output for the first one's input `x`; keys and values are in the caches afterwards.
 
@@ -244,11 +274,12 @@ class DecoderLayers:
             angles: cosines and sines, `[1, num_tokens, rotary_dim]` each; not looked at if nothing is rotated.
             slots: for each of `kinds`, `[num_tokens]` int64: where each token's key and value go; −1 is nowhere.
             batches: planned for each of `kinds`.
+            lora: who has which adapter; None if nobody has any.
 
         Raises:
             ValueError: these do not fit each other, or no caches are in use.
         """
-        step, y = self._step(x, angles), torch.empty_like(x)
+        step, y = self._step(x, angles, lora), torch.empty_like(x)
         if not self._caches:
             raise ValueError("there are no caches in use")
         for kind, places, batch in zip(self.kinds, slots, batches, strict=True):
@@ -275,10 +306,10 @@ class DecoderLayers:
         return y
 
     def before_attention(
-        self, index: int, x: torch.Tensor, angles: Angles | None
+        self, index: int, x: torch.Tensor, angles: Angles | None, lora: LoraBatch | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of one layer: queries, keys and values, `[num_tokens, heads, head_dim]` each, valid until the next call."""
-        parts, step = self.layers[index], self._step(x, angles)
+        parts, step = self.layers[index], self._step(x, angles, lora)
         self._library.layer_before_attention(
             ctypes.byref(self._on_c_side[index]),
             ctypes.byref(step),
@@ -290,9 +321,11 @@ class DecoderLayers:
         queries, keys, values = heads.split([parts.num_heads, parts.num_kv_heads, parts.num_kv_heads], dim=1)
         return queries, keys, values
 
-    def after_attention(self, index: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def after_attention(
+        self, index: int, x: torch.Tensor, attended: torch.Tensor, lora: LoraBatch | None = None
+    ) -> torch.Tensor:
         """Of one layer: the output for its input `x` and what attention made, `[num_tokens, num_heads, head_dim]`."""
-        step, y = self._new_step(len(x)), torch.empty_like(x)
+        step, y = self._new_step(len(x), lora), torch.empty_like(x)
         self._taken("attended", len(x), self.layers[index].output.in_features).copy_(attended.reshape(-1))
         self._library.layer_after_attention(
             ctypes.byref(self._on_c_side[index]),
@@ -303,11 +336,11 @@ class DecoderLayers:
         )
         return y
 
-    def _step(self, x: torch.Tensor, angles: Angles | None) -> _CStep:
+    def _step(self, x: torch.Tensor, angles: Angles | None, lora: LoraBatch | None) -> _CStep:
         parts = self.layers[0]
         if x.dtype is not parts.dtype or x.shape[1:] != (parts.hidden_size,) or not x.is_contiguous() or not x.is_cpu:
             raise ValueError(f"layers of {parts.dtype} do not take {x.dtype} {list(x.shape)} on {x.device}")
-        step = self._new_step(len(x))
+        step = self._new_step(len(x), lora)
         if parts.rotary_dim:
             if angles is None or any(values.shape != (1, len(x), parts.rotary_dim) for values in angles):
                 shapes = angles and [list(values.shape) for values in angles]
@@ -315,13 +348,26 @@ class DecoderLayers:
             step.cosines, step.sines = (values.data_ptr() for values in self._scratch.floats(angles))
         return step
 
-    def _new_step(self, num_tokens: int) -> _CStep:
+    def _new_step(self, num_tokens: int, lora: LoraBatch | None) -> _CStep:
         sizes = self.layers[0].scratch_sizes
         memory = (self._taken(name, num_tokens, size).data_ptr() for name, size in sizes)
-        return _CStep(num_tokens, None, None, None, None, *memory)
+        step = _CStep(num_tokens, None, None, None, None, *memory)
+        if lora is not None:
+            if len(lora.slots) != num_tokens or max(lora.slots_in_use, default=-1) >= self.num_adapter_slots:
+                raise ValueError(
+                    f"adapters in slots {lora.slots_in_use} of {len(lora.slots)} tokens are not for {num_tokens} tokens"
+                    f" and {self.num_adapter_slots} slots"
+                )
+            shrunk = self._taken("shrunk", num_tokens, self._shrunk_size)
+            step.lora = ctypes.pointer(on_c_side(lora, shrunk, self._shrunk_size))
+        return step
 
     def _taken(self, name: str, num_tokens: int, size: int) -> torch.Tensor:
         return self._scratch.take(name, num_tokens * size, self.layers[0].dtype)[: num_tokens * size]
+
+
+def _adapter_slots(weight: PackedWeight, num_slots: int) -> LoraSlots:
+    return LoraSlots(num_slots, weight.in_features, weight.out_features, weight.dtype)
 
 
 def _check(parts: LayerParts, first: LayerParts) -> None:

@@ -48,6 +48,7 @@ class CWeight(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("format", ctypes.c_int),
         ("scales", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
     )
 
 
@@ -62,6 +63,7 @@ class CProduct(ctypes.Structure):
         ("residual", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("activation", ctypes.c_int),
+        ("lora", ctypes.c_void_p),
     )
 
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from .dispatch import uses_triton
 from .lora_batch import LoraBatch
+from .lora_in_c import LoraSlots
 from .triton_language import compile_options, dot, jit, next_power_of_2, tl
 
 _COLUMNS = 64
@@ -91,12 +92,15 @@ class LoraWeights:
         object.__setattr__(self, "column_tiles", torch.tensor(tiles, dtype=torch.int32, device=self.a.device))
 
 
-def add_lora(output: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
+def add_lora(output: torch.Tensor, x: torch.Tensor, weights: LoraWeights | LoraSlots, batch: LoraBatch) -> None:
     """Add to `output` `[num_tokens, out_features]`, in place, what each token's adapter makes of `x`
     `[num_tokens, in_features]`, which is of the weights' type. Rows of tokens without an adapter keep their bits.
 
-    Only the last dimensions need to be contiguous.
+    Only the last dimensions need to be contiguous. `LoraSlots` are computed in C, see `LoraSlots.add`.
     """
+    if isinstance(weights, LoraSlots):
+        weights.add(output, x, batch)
+        return
     compute = _launch if uses_triton(x) else reference
     compute(output, x, weights, batch)
 

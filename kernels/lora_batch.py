@@ -27,12 +27,18 @@ class LoraBatch:
             fill the table up.
         tile_tokens: what that number is at most.
         segments: for each adapter in use itself, and where its tokens begin and end in `rows`; on the host.
+        slots: int32 `[num_tokens]`, each token's adapter, −1 without one; on the host.
     """
 
     rows: torch.Tensor
     tiles: torch.Tensor
     tile_tokens: int
     segments: tuple[tuple[int, int, int], ...]
+    slots: torch.Tensor
+
+    @property
+    def slots_in_use(self) -> tuple[int, ...]:
+        return tuple(slot for slot, _, _ in self.segments)
 
 
 def lora_batch(adapters: np.ndarray, device: torch.device, *, has_fixed_size: bool = False) -> LoraBatch:
@@ -62,4 +68,5 @@ def lora_batch(adapters: np.ndarray, device: torch.device, *, has_fixed_size: bo
         torch.from_numpy(tiles.astype(np.int32)).to(device),
         tile_tokens,
         tuple(zip(slots.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)),
+        torch.from_numpy(adapters.astype(np.int32)),
     )
