@@ -227,7 +227,28 @@ class LoraSlots:
         Raises:
             ValueError: these do not fit each other.
         """
-        raise NotImplementedError
+        num_rows = len(batch.slots)
+        for name, tensor, size in (("output", output, self.out_features), ("x", x, self.in_features)):
+            is_readable = tensor.is_cpu and tensor.dtype is self.dtype and (size == 1 or tensor.stride(-1) == 1)
+            if tensor.shape != (num_rows, size) or not is_readable:
+                raise ValueError(
+                    f"{name}: expected {self.dtype} [{num_rows}, {size}] with contiguous rows on the CPU,"
+                    f" got {tensor.dtype} {list(tensor.shape)} on {tensor.device.type}"
+                )
+        if max(batch.slots_in_use, default=-1) >= len(self._adapters):
+            raise ValueError(f"there are {len(self._adapters)} slots, but adapters in {batch.slots_in_use}")
+        size = self.shrunk_size
+        if not size:
+            return
+        shrunk = torch.empty(num_rows * size, dtype=self.dtype)
+        addition = _CAddition(
+            ctypes.addressof(self.on_c_side),
+            ctypes.pointer(on_c_side(batch, shrunk, size)),
+            *(x.data_ptr(), x.stride(0), self.in_features),
+            *(output.data_ptr(), output.stride(0), self.out_features),
+            num_rows,
+        )
+        self._library.add_lora(ctypes.byref(addition), torch.get_num_threads())
 
 
 def on_c_side(batch: LoraBatch, shrunk: torch.Tensor, shrunk_stride: int) -> CLoraBatch:

@@ -10,17 +10,18 @@ static void normalize_rows(Worker *w, element *y, const element *x, const elemen
 }
 
 /* `y` = the product of `x`, normalized if there is such a norm, plus `residual`. */
-static void add_product(Worker *w, const Weight *weight, const Norm *norm, const element *x, element *y,
-                        const element *residual, element *scratch, int64_t num_rows) {
+static void add_product(Worker *w, const Weight *weight, const Norm *norm, const LayerStep *s, const element *x,
+                        element *y, const element *residual) {
     const int is_normed = norm->weight != NULL;
     const Product product = {.weight = weight,
                              .x = x,
-                             .y = is_normed ? scratch : y,
+                             .y = is_normed ? s->normed : y,
                              .residual = is_normed ? NULL : residual,
-                             .rows = num_rows};
+                             .rows = s->num_tokens,
+                             .lora = s->lora};
     multiply(w, &product);
     if (is_normed)
-        normalize_rows(w, y, scratch, residual, norm, num_rows);
+        normalize_rows(w, y, s->normed, residual, norm, s->num_tokens);
 }
 
 /* `x`, or where there is such a norm what it makes of it. */
@@ -68,22 +69,24 @@ static void before_attention(Worker *w, const Layer *layer, const LayerStep *s, 
     const Product qkv = {.weight = &layer->qkv,
                          .x = normalized(w, &layer->before_attention, x, s->normed, s->num_tokens),
                          .y = s->qkv,
-                         .rows = s->num_tokens};
+                         .rows = s->num_tokens,
+                         .lora = s->lora};
     multiply(w, &qkv);
     finish_tokens(w, layer, s);
 }
 
 /* `y` may be `x`. */
 static void after_attention(Worker *w, const Layer *layer, const LayerStep *s, const element *x, element *y) {
-    add_product(w, &layer->output, &layer->after_attention, s->attended, y, x, s->normed, s->num_tokens);
+    add_product(w, &layer->output, &layer->after_attention, s, s->attended, y, x);
     const Product gated = {.weight = &layer->up,
                            .gate = &layer->gate,
                            .x = normalized(w, &layer->before_mlp, y, s->normed, s->num_tokens),
                            .y = s->gated,
                            .rows = s->num_tokens,
-                           .activation = layer->activation};
+                           .activation = layer->activation,
+                           .lora = s->lora};
     multiply(w, &gated);
-    add_product(w, &layer->down, &layer->after_mlp, s->gated, y, y, s->normed, s->num_tokens);
+    add_product(w, &layer->down, &layer->after_mlp, s, s->gated, y, y);
 }
 
 static void attend_step(Worker *w, const Layer *layer, const LayerStep *s) {

@@ -30,6 +30,7 @@ typedef struct {
     element *qkv;                   /* [tokens, heads + 2 · KV heads, head_dim] */
     element *attended;              /* [tokens, heads, head_dim] */
     element *gated;                 /* [tokens, intermediate size] */
+    const LoraBatch *lora;          /* or NULL: nobody has an adapter */
 } LayerStep;
 
 #endif

@@ -128,6 +128,10 @@ void multiply(Worker *w, const Product *p) {
     if (chunks > most_chunks)
         chunks = most_chunks;
 
+    const Adapters adapters = weight->adapters, of_gate = p->gate ? p->gate->adapters : NULL;
+    if (p->lora)
+        shrink(w, p->lora, adapters, of_gate, p->x, weight->inputs, weight->inputs);
+
     _Alignas(64) Sums sums, gates;
     Tasks tasks = tasks_of(w, chunks * panels);
     for (int64_t task; (task = next_task(&tasks)) >= 0;) {
@@ -136,6 +140,10 @@ void multiply(Worker *w, const Product *p) {
         if (p->gate)
             multiply_chunk(gates, p->gate, panel, p->x + row * weight->inputs, rows);
         multiply_chunk(sums, weight, panel, p->x + row * weight->inputs, rows);
+        if (p->lora) {
+            expand(sums[0], p->lora, adapters, NULL, panel, row, rows);
+            expand(gates[0], p->lora, of_gate, adapters, panel, row, rows);
+        }
         finish(p, sums, p->gate ? gates : NULL, panel, row, rows);
     }
     end_phase(w);

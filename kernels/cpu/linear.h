@@ -3,6 +3,7 @@
 #ifndef LINEAR_H
 #define LINEAR_H
 
+#include "lora.h"
 #include "team.h"
 
 typedef enum { ELEMENTS, INT8, INT4 } Format; /* the latter two: quantized.h */
@@ -15,6 +16,7 @@ typedef struct {
     int64_t inputs, outputs;
     Format format;
     const float *scales; /* of INT8: padded to whole panels */
+    Adapters adapters;   /* or NULL; looked at where a product has a batch of them */
 } Weight;
 
 typedef enum { IDENTITY, SILU, GELU_TANH, GELU, RELU } Activation;
@@ -27,6 +29,7 @@ typedef struct {
     const element *residual; /* [rows, outputs], may be `y` itself; or NULL */
     int64_t rows;
     Activation activation;
+    const LoraBatch *lora; /* or NULL: the rows' adapters */
 } Product;
 
 /* A phase of its own. */
