@@ -137,6 +137,10 @@ void multiply(Worker *w, const Product *p) {
     for (int64_t task; (task = next_task(&tasks)) >= 0;) {
         const int64_t chunk = task / panels, panel = task % panels;
         const int64_t row = chunk * p->rows / chunks, rows = (chunk + 1) * p->rows / chunks - row;
+        if (p->lora) {
+            fetch_expansion(p->lora, adapters, panel, row, rows);
+            fetch_expansion(p->lora, of_gate, panel, row, rows);
+        }
         if (p->gate)
             multiply_chunk(gates, p->gate, panel, p->x + row * weight->inputs, rows);
         multiply_chunk(sums, weight, panel, p->x + row * weight->inputs, rows);

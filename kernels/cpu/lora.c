@@ -1,8 +1,8 @@
 /* A row's result is the same in any batch: each sum is added up in the order of inputs, and what is shrunk is rounded to
  * an element wherever it is computed.
  *
- * An adapter's rows are shrunk together, wherever they lie, so that A is read once for them. B is read panel by panel in
- * between the weight's own: the second time a panel of it is wanted, it is in the first-level cache.
+ * An adapter's rows are shrunk together, wherever they lie, so that A is read once for them. A panel of B is fetched
+ * before the weight's own is multiplied, and is there when it is wanted.
  */
 
 #include "lora.h"
@@ -12,6 +12,7 @@
 enum {
     BLOCK_INPUTS = 256, /* of scattered rows are brought together at a time */
     CHUNK_ROWS = 64,
+    RUN_AHEAD_BYTES = 4096,
     RANK_VECTORS = RANK_PANEL / LANES
 };
 static const int64_t MIN_PARALLEL_PRODUCTS = 1 << 18; /* about what starting the threads takes */
@@ -28,7 +29,7 @@ static void shrink_rows(float *sums, const char *panel, const element *x, int64_
                         const int32_t *places, int64_t rows) {
     if (places[rows - 1] - places[0] == rows - 1) {
         multiply_group_of(sums, RANK_PANEL, NULL, NULL, x + places[0] * x_stride, x_stride, panel, inputs, rows,
-                          (Fetching){0}, RANK_VECTORS);
+                          (Fetching){panel + RUN_AHEAD_BYTES, RANK_PANEL * 4}, RANK_VECTORS);
         return;
     }
     _Alignas(64) element block[GROUP_ROWS * BLOCK_INPUTS];
@@ -81,6 +82,29 @@ void shrink(Worker *w, const LoraBatch *b, Adapters adapters, Adapters more, con
     end_phase(w);
 }
 
+/* What a slice has of a panel; NULL if nothing. */
+INLINE const char *panel_of(const LoraSlice *s, int64_t panel) {
+    if (panel < s->first_panel || panel >= s->end_panel)
+        return NULL;
+    return s->panels + (panel - s->first_panel) * steps_of(s->rank) * STEP_BYTES;
+}
+
+void fetch_expansion(const LoraBatch *b, Adapters adapters, int64_t panel, int64_t row, int64_t rows) {
+    if (!adapters)
+        return;
+    for (int64_t r = row; r < row + rows; r++) {
+        const int32_t slot = b->slots[r];
+        if (slot < 0 || !adapters[slot] || (r > row && slot == b->slots[r - 1]))
+            continue;
+        const Lora *lora = adapters[slot];
+        for (const LoraSlice *s = lora->slices; s < lora->slices + lora->num_slices; s++) {
+            const char *at = panel_of(s, panel);
+            for (int64_t i = 0; at && i < steps_of(s->rank) * STEP_BYTES; i += CACHE_LINE)
+                __builtin_prefetch(at + i, 0, 2);
+        }
+    }
+}
+
 void expand(float *sums, const LoraBatch *b, Adapters adapters, Adapters before, int64_t panel, int64_t row,
             int64_t rows) {
     if (!adapters)
@@ -89,16 +113,16 @@ void expand(float *sums, const LoraBatch *b, Adapters adapters, Adapters before,
         const int32_t slot = b->slots[row + r];
         for (end = r + 1; end < rows && end - r < GROUP_ROWS && b->slots[row + end] == slot;)
             end++;
-        const Lora *lora = slot < 0 ? NULL : adapters[slot];
-        if (!lora)
+        if (slot < 0 || !adapters[slot])
             continue;
-        const element *shrunk =
-            b->shrunk + (row + r) * b->shrunk_stride + rank_panels_of(before, slot) * RANK_PANEL;
-        for (const LoraSlice *s = lora->slices; s < lora->slices + lora->num_slices; s++)
-            if (s->first_panel <= panel && panel < s->end_panel)
-                multiply_group(sums + r * PANEL, PANEL, ONES, NULL, shrunk + s->first_rank, b->shrunk_stride,
-                               s->panels + (panel - s->first_panel) * steps_of(s->rank) * STEP_BYTES, s->rank, end - r,
-                               (Fetching){0});
+        const Lora *lora = adapters[slot];
+        const element *shrunk = b->shrunk + (row + r) * b->shrunk_stride + rank_panels_of(before, slot) * RANK_PANEL;
+        for (const LoraSlice *s = lora->slices; s < lora->slices + lora->num_slices; s++) {
+            const char *at = panel_of(s, panel);
+            if (at)
+                multiply_group(sums + r * PANEL, PANEL, ONES, NULL, shrunk + s->first_rank, b->shrunk_stride, at,
+                               s->rank, end - r, (Fetching){0});
+        }
     }
 }
 

@@ -42,6 +42,9 @@ typedef struct {
 void shrink(Worker *w, const LoraBatch *b, Adapters adapters, Adapters more, const element *x, int64_t x_stride,
             int64_t inputs);
 
+/* Have what `expand` will read for these in the second-level cache. */
+void fetch_expansion(const LoraBatch *b, Adapters adapters, int64_t panel, int64_t row, int64_t rows);
+
 /* To `sums` [rows, PANEL] of a panel, of the rows from `row` on. `before`, or NULL, are those whose shrunk rows lie
  * before these adapters'. */
 void expand(float *sums, const LoraBatch *b, Adapters adapters, Adapters before, int64_t panel, int64_t row,
