@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from .refusals import invalid_adapter, quoted
+from .refusals import invalid_adapter, quoted, trained_on
 
 # `base_model.model.` is where PEFT keeps the model. A name of the adapter's own stands in what old versions wrote.
 _NAME = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
@@ -55,10 +55,9 @@ def tensors_by_module(
             raise invalid_adapter(f"{file_name}: {quoted(name)} is no weight of LoRA on a linear layer{_why(name)}")
         path = next((path for path in _paths(match["path"], renamed) if path in modules), None)
         if path is None:
-            trained = f"; it was trained on {quoted(base_model)}" if base_model else ""
             raise invalid_adapter(
                 f"{file_name}: {quoted(match['path'])} is no linear layer of this model, so it looks like an adapter "
-                f"of another one{trained}"
+                f"of another one{trained_on(base_model)}"
             )
         adapters.add(match["adapter"])
         if len(adapters) > 1:

@@ -15,7 +15,7 @@ from .adapter_tensors import AdapterTensors, ModuleShape
 from .digest import AdapterDigest
 from .module_tensors import ModuleTensors, tensors_by_module
 from .peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
-from .refusals import invalid_adapter, quoted
+from .refusals import invalid_adapter, quoted, trained_on
 from .safetensors_file import StoredTensor, read_header, read_tensor
 from .target_modules import Target, find_targets
 
@@ -47,7 +47,7 @@ def read_adapter_tensors(
         _check_same_modules(names, targets)
         _check_called_as_now(config, names)
         for module, target in targets.items():
-            _check_shapes(stored, names[module], modules[module], target, max_rank)
+            _check_shapes(stored, names[module], modules[module], target, max_rank, base_model)
 
         digest = AdapterDigest()
         parts = {}
@@ -95,7 +95,12 @@ def _check_called_as_now(config: PeftConfig, names: Mapping[str, ModuleTensors])
 
 
 def _check_shapes(
-    stored: Mapping[str, StoredTensor], names: ModuleTensors, module: ModuleShape, target: Target, max_rank: int
+    stored: Mapping[str, StoredTensor],
+    names: ModuleTensors,
+    module: ModuleShape,
+    target: Target,
+    max_rank: int,
+    base_model: str,
 ) -> None:
     if target.rank > max_rank:
         raise invalid_adapter(
@@ -107,7 +112,7 @@ def _check_shapes(
         if stored[name].shape != shape:
             raise invalid_adapter(
                 f"{WEIGHTS_NAME}: {quoted(name)} has the shape {quoted(list(stored[name].shape))}; with the rank in "
-                f"{CONFIG_NAME} and this model's layer it must be {list(shape)}"
+                f"{CONFIG_NAME} and this model's layer it must be {list(shape)}{trained_on(base_model)}"
             )
     if stored[names.a].dtype != stored[names.b].dtype:
         raise invalid_adapter(

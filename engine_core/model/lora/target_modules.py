@@ -14,7 +14,11 @@ from typing import NamedTuple
 
 from .expressions import FirstMatch, Question, first_matches
 from .peft_config import CONFIG_NAME, PeftConfig
-from .refusals import invalid_adapter, quoted
+from .refusals import invalid_adapter, quoted, trained_on
+
+# Whole names are meant whatever their layers are. But PEFT shortens lists of so many names, and what is then the end of
+# a name is meant in these layers only.
+_MANY_NAMES = 20
 
 
 class Target(NamedTuple):
@@ -56,8 +60,10 @@ def find_targets(config: PeftConfig, modules: Collection[str], output_head: str 
             alpha = config.lora_alpha if (found := alphas[at]) is None else own_alphas[found.number]
             targets[path] = Target(rank, alpha / math.sqrt(rank) if config.use_rslora else alpha / rank)
     if not targets:
-        base = f"; it was trained on {quoted(config.base_model_name_or_path)}" if config.base_model_name_or_path else ""
-        raise invalid_adapter(f"{CONFIG_NAME}: target_modules matches no linear layer of this model{base}")
+        raise invalid_adapter(
+            f"{CONFIG_NAME}: target_modules matches no linear layer of this model"
+            f"{trained_on(config.base_model_name_or_path)}"
+        )
     return targets
 
 
@@ -106,9 +112,8 @@ def _is_listed(path: str, names: frozenset[str]) -> bool:
 def _is_in_layers(path: str, names: frozenset[str], numbers: frozenset[int], layer: FirstMatch | None) -> bool:
     if not numbers or (layer is not None and layer.idx is not None and int(layer.idx) in numbers):
         return True
-    if path in names:
-        # PEFT takes it or leaves it, depending on how many names it is given.
+    if path in names and len(names) >= _MANY_NAMES:
         raise invalid_adapter(
             f"{CONFIG_NAME}: target_modules names {quoted(path)}, and layers_to_transform leaves its layer out"
         )
-    return False
+    return path in names
