@@ -7,9 +7,9 @@ host learns them one step later. A request whose token turns out to be its last 
 is thrown away with its blocks; that its length is reached is known before.
 
 Whatever else is to be done (somebody is admitted, a prompt goes on in chunks, somebody must give way, rules look at
-the last token) waits for the tokens, as if this file were not there. So a step scheduled ahead never preempts, admits
-or copies, and in the order of the device a block that step n frees is never written by anybody new before step n + 1,
-which may still write it, has run.
+the last token) waits for the tokens, as if this file were not there. So a step scheduled ahead never preempts, admits,
+copies or places an adapter, and in the order of the device a block that step n frees is never written by anybody new
+before step n + 1, which may still write it, has run; nor is an adapter's slot.
 """
 
 from __future__ import annotations
@@ -42,7 +42,15 @@ def schedule_ahead(scheduler: Scheduler, step: Step) -> Step | None:
             return None
         table = scheduler.kv.tables[request.request_id]
         ahead.scheduled.append(
-            ScheduledRequest(request, request.num_tokens, 1, table.block_tables, table.num_shared_blocks, follows=place)
+            ScheduledRequest(
+                request,
+                request.num_tokens,
+                1,
+                table.block_tables,
+                table.num_shared_blocks,
+                follows=place,
+                adapter_slot=step.scheduled[place].adapter_slot,
+            )
         )
     return ahead if ahead.scheduled else None
 

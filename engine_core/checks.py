@@ -7,6 +7,7 @@ contains can fail inside a step, where it would end its batch mates' requests to
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 
 from ipc.messages import (
@@ -41,7 +42,10 @@ def check_config(config: EngineConfig) -> None:
     Raises:
         InvalidConfigError: naming the setting.
     """
-    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_feature_input_bytes"):
+    for name in (
+        *("block_size", "max_num_seqs", "max_num_batched_tokens", "max_feature_input_bytes"),
+        *("max_loras", "max_lora_rank", "max_cpu_loras"),
+    ):
         if getattr(config, name) < 1:
             raise InvalidConfigError(f"{name}: must be at least 1, is {getattr(config, name)}")
     for name in (
@@ -85,6 +89,24 @@ def check_config(config: EngineConfig) -> None:
         raise InvalidConfigError(
             f"gpu_memory_utilization: a share of the memory in (0, 1], is {config.gpu_memory_utilization}"
         )
+    _check_lora(config)
+
+
+def _check_lora(config: EngineConfig) -> None:
+    for name in ("lora_modules", "lora_root"):
+        if getattr(config, name) and not config.enable_lora:
+            raise InvalidConfigError(f"{name}: needs enable_lora")
+    if config.lora_root is not None and not os.path.isdir(config.lora_root):
+        raise InvalidConfigError(f"lora_root: {config.lora_root!r} is no directory")
+    if len(config.lora_modules) > config.max_cpu_loras:
+        raise InvalidConfigError(
+            f"lora_modules: {len(config.lora_modules)} adapters, at most {config.max_cpu_loras} can be loaded"
+            " (max_cpu_loras)"
+        )
+    names = [module.name for module in config.lora_modules]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidConfigError(f"lora_modules: {name!r} stands there {names.count(name)} times")
 
 
 def check_request(request: EngineRequest, capabilities: EngineCapabilities) -> None:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 
 from ipc.kv_events import KVEvent
-from ipc.messages import CacheProbe, EngineCapabilities, EngineOutputs, EngineRequest, RequestError, WantedFeature
+from ipc.messages import (
+    AdapterInfo,
+    CacheProbe,
+    EngineCapabilities,
+    EngineOutputs,
+    EngineRequest,
+    RequestError,
+    WantedFeature,
+)
 from ipc.stats import EngineStats, PrefixCacheReset
 
 from .admission import AdmissionGate
@@ -19,7 +29,7 @@ from .ahead import schedule_ahead
 from .checks import check_config, check_request
 from .config import EngineConfig
 from .encoder_cache import encoder_cache_bytes
-from .errors import InvalidConfigError, InvalidRequestError
+from .errors import AdapterError, InvalidConfigError, InvalidRequestError
 from .feature_checks import FeatureLimits, check_features, check_inputs
 from .features import FeatureManager
 from .kv_cache import BlockHasher, BlockResidency, KVCacheManager
@@ -27,6 +37,9 @@ from .kv_cache.explain import explain_cache, probe_cache
 from .kv_cache.groups import longest_sequence, most_blocks
 from .kv_events.describe import EventDescriber
 from .kv_events.recorder import KVEventRecorder
+from .lora.adapter import Adapter
+from .lora.registry import AdapterRegistry
+from .lora.slots import AdapterSlots
 from .request import Request
 from .runner import LaunchedStep, ModelInfo, Runner, StepResult
 from .scheduler import Scheduler
@@ -34,14 +47,16 @@ from .step import Step
 
 logger = logging.getLogger(__name__)
 
+_LORA_IS_OFF = "this engine was started without enable_lora"
+
 
 class EngineCore:
     """Runs many requests on one model, sharing the KV cache of their common prefixes.
 
     Call `add_request` whenever you like and `step` while `has_unfinished_requests`. One thread at a time, except
-    `prepare_request` and `stats`, which any thread may call at any time. Pictures' inputs come with `add_request`, or
-    when they are needed: after each call that may need some, `take_wanted` tells of which `supply_feature` must follow;
-    until `has_work_now` again, `step` does nothing.
+    `prepare_request`, `stats`, `load_adapter`, `unload_adapter` and `adapters`, which any thread may call at any time.
+    Pictures' inputs come with `add_request`, or when they are needed: after each call that may need some, `take_wanted`
+    tells of which `supply_feature` must follow; until `has_work_now` again, `step` does nothing.
 
     Args:
         config: see `EngineConfig`.
@@ -79,7 +94,9 @@ class EngineCore:
             cache_config=_cache_config(config) | _cache_size(config, info, max_model_len),
             tokenizer_digest=info.tokenizer_digest,
             is_limited_by_pool=pool_tokens == max_model_len,
+            max_loras=info.num_adapter_slots if config.enable_lora else 0,
         )
+        self._adapters = load_adapters(config, runner)
         self._hasher = BlockHasher(
             config.prefix_caching_hash_algo,
             config.block_size,
@@ -121,6 +138,7 @@ class EngineCore:
             num_watermark_blocks=int(config.watermark * info.num_blocks),
             share_in_flight=config.share_in_flight,
             features=self._features,
+            adapter_slots=None if self._adapters is None else make_adapter_slots(runner, self._adapters),
         )
         self._gate = AdmissionGate(
             self._scheduler,
@@ -155,6 +173,7 @@ class EngineCore:
             InvalidRequestError: it can never run here.
         """
         check_request(request, self.capabilities)
+        adapter = self._adapter_of(request)
         units = check_features(request, self._feature_limits)
         if request.mm_features:
             try:
@@ -170,9 +189,66 @@ class EngineCore:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             arrival_time_s=time.time() if request.arrival_time_s is None else request.arrival_time_s,
             feature_units=units,
+            adapter=adapter,
         )
         self._hash_blocks(prepared)
         return prepared
+
+    def _adapter_of(self, request: EngineRequest) -> Adapter | None:
+        if self._adapters is None:
+            if request.adapter:
+                raise InvalidRequestError(f"adapter: {_LORA_IS_OFF}", "adapter")
+            return None
+        if any(span.kind == "lora" for span in request.extra_key_spans):
+            raise InvalidRequestError(
+                "extra_key_spans: with enable_lora, spans of the kind 'lora' are the engine's: name an `adapter`",
+                "extra_key_spans",
+            )
+        if not request.adapter:
+            return None
+        adapter = self._adapters.get(request.adapter)
+        if adapter is None:
+            raise InvalidRequestError(f"adapter: no adapter is called {request.adapter[:300]!r}", "adapter")
+        return adapter
+
+    def load_adapter(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        root: str | os.PathLike[str] | None = None,
+        replaces: bool = False,
+        digest: str | None = None,
+    ) -> AdapterInfo:
+        """Read the LoRA adapter in the PEFT directory `path`, and let requests ask for it as `name`.
+
+        Steps go on meanwhile. The same weights under the same name are fine; a name that has others is refused unless
+        this `replaces` them: requests that were added before keep those. With a `root` a relative path begins there,
+        and all that is read must lie below it; with a `digest` (hex) no other weights are accepted.
+
+        Raises:
+            AdapterError: nothing has changed; `.reason` and `.param` are those of `ipc.messages.AdapterAnswer`.
+        """
+        return self._need_adapters().load(
+            name, path, None if root is None else Path(root), replaces=replaces, digest=digest
+        )
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """No further request may ask for `name`; those that were prepared with it keep its adapter to their end.
+
+        Raises:
+            AdapterError: no adapter is called so.
+        """
+        return self._need_adapters().unload(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that are loaded, in the order in which their names came."""
+        return [] if self._adapters is None else self._adapters.infos()
+
+    def _need_adapters(self) -> AdapterRegistry:
+        if self._adapters is None:
+            raise AdapterError(_LORA_IS_OFF, "lora_disabled", "lora_name")
+        return self._adapters
 
     def add_prepared(self, request: Request) -> None:
         """Queue what `prepare_request` returned.
@@ -330,7 +406,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Any thread may ask at any time. During a step every number is true, but not all are of the same instant."""
-        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        scheduler, pool, slots = self._scheduler, self._scheduler.kv.pool, self._scheduler.slots
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -345,6 +421,12 @@ class EngineCore:
             kept_blocks_refused=pool.kept.num_refused_blocks,
             kept_blocks_given_up=pool.kept.num_given_up_blocks,
             block_residency={} if self._residency is None else self._residency.durations(),
+            num_adapters=len(self.adapters()),
+            adapter_bytes=0 if self._adapters is None else self._adapters.num_bytes,
+            adapter_slots=slots.num_slots,
+            adapter_slots_in_use=slots.num_held,
+            adapter_placements=slots.num_placements,
+            adapter_slot_waits=scheduler.turns.num_waits,
             **dataclasses.asdict(scheduler.counters),
             **({} if self._features is None else self._features.stats()),
         )
@@ -429,6 +511,29 @@ def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:
             step_tokens,
         )
     return usable
+
+
+def load_adapters(config: EngineConfig, runner: Runner) -> AdapterRegistry | None:
+    """With those that are to be loaded at start; None where requests cannot ask for adapters.
+
+    Raises:
+        InvalidConfigError: the runner has no slots for adapters, or one of `lora_modules` cannot be loaded.
+    """
+    if not config.enable_lora:
+        return None
+    if runner.info.num_adapter_slots == 0:
+        raise InvalidConfigError(f"enable_lora: {runner.info.name} is computed without slots for adapters")
+    registry = AdapterRegistry(runner.read_adapter, config.max_cpu_loras, runner.info.name)
+    for module in config.lora_modules:
+        try:
+            registry.load(module.name, module.path)
+        except AdapterError as error:
+            raise InvalidConfigError(f"lora_modules: {module.name}={module.path}: {error}") from error
+    return registry
+
+
+def make_adapter_slots(runner: Runner, adapters: AdapterRegistry) -> AdapterSlots:
+    return AdapterSlots(runner.info.num_adapter_slots, runner.place_adapter, runner.clear_adapter, adapters.is_loaded)
 
 
 def make_feature_manager(config: EngineConfig, runner: Runner) -> FeatureManager | None:

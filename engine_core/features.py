@@ -27,19 +27,16 @@ from .feature_layout import FeatureUnit, first_embedded
 from .request import Request, RequestStatus
 from .runner import EncodedFeature
 from .stats import FeatureCounters
+from .step import RequestFailedError
 
 logger = logging.getLogger(__name__)
 
-_CacheKey: TypeAlias = tuple[bytes, int]
+_CacheKey: TypeAlias = tuple[bytes, int, bytes]
+_Encode: TypeAlias = Callable[[MultimodalFeature, Inputs, int | None], Any]
 
 
-class FeatureError(Exception):
-    """`request` cannot go on for want of a feature; `reason` is what its caller is told."""
-
-    def __init__(self, request: Request, reason: RequestError) -> None:
-        super().__init__(reason.message)
-        self.request = request
-        self.reason = reason
+class FeatureError(RequestFailedError):
+    """For want of a feature."""
 
 
 class Reach(NamedTuple):
@@ -71,7 +68,7 @@ class FeatureManager:
 
     def __init__(
         self,
-        encode: Callable[[MultimodalFeature, Inputs], Any],
+        encode: _Encode,
         *,
         embed_bytes: int,
         cache_bytes: int,
@@ -213,7 +210,7 @@ class FeatureManager:
         num_rows = num_bytes = 0
         own_pins = self._pins.get(request.request_id, {})
         for feature in needed:
-            key = _cache_key(feature)
+            key = _cache_key(request, feature)
             if key in plan.keys or key in own_pins or self.cache.is_pinned(key):
                 continue
             plan.keys.add(key)
@@ -233,8 +230,11 @@ class FeatureManager:
         plan.rows_to_encode += num_rows
         return True
 
-    def load(self, request: Request, start: int, num_tokens: int) -> list[EncodedFeature]:
+    def load(
+        self, request: Request, start: int, num_tokens: int, adapter_slot: int | None = None
+    ) -> list[EncodedFeature]:
         """The features of these tokens, as many as `reach` said, by position; encoded if need be, and pinned.
+        `adapter_slot` has the request's adapter.
 
         Raises:
             FeatureError: the encoder failed; the request cannot go on.
@@ -246,26 +246,30 @@ class FeatureManager:
                 break
             needed |= {f.start: f for f in unit.needed(max(unit.start, start), min(unit.end, start + num_tokens))}
         for feature in needed.values():
-            key = _cache_key(feature)
+            key = _cache_key(request, feature)
             if key not in pins and key in self.cache:
                 pins[key] = self.cache.pin(key)
         encoded = []
         for feature in needed.values():
-            key = _cache_key(feature)
+            key = _cache_key(request, feature)
             self._count(request, feature, start, is_hit=key in pins)
             if key not in pins:
-                pins[key] = self._encode_into_cache(request, feature)
+                pins[key] = self._encode_into_cache(request, feature, adapter_slot)
             self.inputs.release(request, feature.key)
             encoded.append(EncodedFeature(feature, pins[key].output))
         return encoded
 
-    def _encode_into_cache(self, request: Request, feature: MultimodalFeature) -> CachedOutput:
+    def _encode_into_cache(
+        self, request: Request, feature: MultimodalFeature, adapter_slot: int | None
+    ) -> CachedOutput:
+        if request.adapter is None or not request.adapter.targets_encoder:
+            adapter_slot = None
         inputs = self._inputs_of(request, feature.key)
         assert inputs is not None
         self.counters.encoder_calls += 1
         self._num_encoded_rows += feature.num_embeds
         try:
-            output = self._encode(feature, inputs)
+            output = self._encode(feature, inputs, adapter_slot)
         except Exception as error:
             self.inputs.reject(request, feature.key)
             if isinstance(error, ValueError):
@@ -276,7 +280,7 @@ class FeatureManager:
             logger.exception("encode_failed request=%s rows=%d", request.output_id, feature.num_embeds)
             reason = f"{_name(request, feature)}: the encoder failed: {type(error).__name__}: {error}"
             raise FeatureError(request, RequestError("internal", reason)) from error
-        return self.cache.put(_cache_key(feature), output, feature.num_embeds * self._embed_bytes)
+        return self.cache.put(_cache_key(request, feature), output, feature.num_embeds * self._embed_bytes)
 
     def _count(self, request: Request, feature: MultimodalFeature, start: int, *, is_hit: bool) -> None:
         """A feature counts once, like a prompt's tokens: when its request first comes to it."""
@@ -291,7 +295,7 @@ class FeatureManager:
         unit = next(self._units_from(request, position), None)
         keep = None
         if unit is not None and unit.start < position and not unit.indivisible:
-            keep = _cache_key(unit.features[0])
+            keep = _cache_key(request, unit.features[0])
         pins = self._pins.pop(request.request_id, {})
         for key, pinned in pins.items():
             if key != keep:
@@ -338,13 +342,14 @@ class FeatureManager:
         return [
             feature
             for feature in self._beyond(request, num_computed_tokens)
-            if _cache_key(feature) not in self.cache and feature.key not in own
+            if _cache_key(request, feature) not in self.cache and feature.key not in own
         ]
 
     def _has_inputs(self, request: Request, needed: list[MultimodalFeature]) -> bool:
         """Whether those of them that are not cached could be encoded."""
         return all(
-            _cache_key(feature) in self.cache or self._inputs_of(request, feature.key) is not None for feature in needed
+            _cache_key(request, feature) in self.cache or self._inputs_of(request, feature.key) is not None
+            for feature in needed
         )
 
     def _inputs_of(self, request: Request, key: bytes) -> Inputs | None:
@@ -352,9 +357,10 @@ class FeatureManager:
         return self.inputs.get(request, key) if own is None else own
 
 
-def _cache_key(feature: MultimodalFeature) -> _CacheKey:
-    """With the rows: who lies about a key breaks nobody else's step."""
-    return feature.key, feature.num_embeds
+def _cache_key(request: Request, feature: MultimodalFeature) -> _CacheKey:
+    """With the rows: who lies about a key breaks nobody else's step. With the adapter, where it changes the rows."""
+    adapter = request.adapter
+    return feature.key, feature.num_embeds, b"" if adapter is None or not adapter.targets_encoder else adapter.digest
 
 
 def _name(request: Request, feature: MultimodalFeature) -> str:

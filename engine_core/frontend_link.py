@@ -31,6 +31,8 @@ from ipc.curve import Authorizer, EngineKeys
 from ipc.drops import DropCounter
 from ipc.messages import (
     AbortRequests,
+    AdapterAnswer,
+    Adapters,
     AddRequest,
     CacheProbe,
     CacheProbed,
@@ -43,6 +45,7 @@ from ipc.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    LoadAdapter,
     PrefixCacheWasReset,
     ProbeCache,
     Refused,
@@ -51,6 +54,7 @@ from ipc.messages import (
     ResetPrefixCache,
     Stats,
     SupplyFeature,
+    UnloadAdapter,
     WantedFeature,
     WantFeatures,
     Welcome,
@@ -59,6 +63,7 @@ from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
 from ipc.stats import EngineStats, PrefixCacheReset
 from ipc.wakeup import Wakeup
 
+from .adapter_calls import AdapterCalls
 from .commands import Abort, AbortContinuations, Add, Command, Drain, Probe, Reset, Stop, Supply
 from .frontend_requests import FrontendRequests
 from .frontend_session import FrontendLostError, FrontendSession, send
@@ -104,6 +109,7 @@ class FrontendLink:
         capabilities: EngineCapabilities,
         prepare_request: Callable[[EngineRequest], Request],
         stats: Callable[[], EngineStats],
+        adapter_calls: AdapterCalls,
         commands: SimpleQueue[Command],
         settings: LinkSettings,
     ) -> None:
@@ -115,6 +121,7 @@ class FrontendLink:
         self.drops = DropCounter("engine")
         self._capabilities = capabilities
         self._stats = stats
+        self._adapter_calls = adapter_calls
         self._commands = commands
         self._settings = settings
         self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
@@ -262,6 +269,8 @@ class FrontendLink:
             self._commands.put(Reset(message.reset_running_requests, self._answer_reset(frontend, message.call_id)))
         elif isinstance(message, ProbeCache):
             self._probe(frontend, message)
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            self._adapter_calls.ask(message, self._answer_adapter_call(frontend))
 
     def _is_next(self, frontend: FrontendSession, sequence: int) -> bool:
         """Whether this message is to be taken. One that shows that others were lost ends the session."""
@@ -286,7 +295,7 @@ class FrontendLink:
             frontend.backlog.clear()
             frontend.last_heard_s = time.monotonic()
             frontend.expected = sequence + 1
-        self._enqueue(frontend, Welcome(self._capabilities, sequence))
+        self._enqueue(frontend, Welcome(self._capabilities, sequence, self._adapter_calls.adapters()))
         self._enqueue(frontend, self._heartbeat(frontend))
 
     def _announce_drain(self) -> None:
@@ -324,6 +333,13 @@ class FrontendLink:
     def _answer_reset(self, frontend: FrontendSession, call_id: int) -> Callable[[PrefixCacheReset], None]:
         def answer(result: PrefixCacheReset) -> None:
             self._answers.append((frontend, PrefixCacheWasReset(call_id, result)))
+            self._wakeup.wake()
+
+        return answer
+
+    def _answer_adapter_call(self, frontend: FrontendSession) -> Callable[[AdapterAnswer], None]:
+        def answer(result: AdapterAnswer) -> None:
+            self._answers.append((frontend, result))
             self._wakeup.wake()
 
         return answer
@@ -385,8 +401,15 @@ class FrontendLink:
                 self._route_wanted(published)
         while self._answers:
             frontend, answer = self._answers.popleft()
+            if isinstance(answer, AdapterAnswer) and answer.adapter is not None:
+                self._tell_adapters()
             if self._frontends.get(frontend.identity) is frontend:
                 self._enqueue(frontend, answer)
+
+    def _tell_adapters(self) -> None:
+        """To everybody, as it is by now: so nobody is told of it in another order than it happened."""
+        for frontend in list(self._frontends.values()):
+            self._enqueue(frontend, Adapters(self._adapter_calls.adapters()))
 
     def _route_outputs(self, outputs: EngineOutputs) -> None:
         for frontend, share in self._requests.shares_of_outputs(outputs.outputs).items():

@@ -17,6 +17,7 @@ from .feature_layout import FeatureUnit
 
 if TYPE_CHECKING:
     from .kv_cache.block_content import Content
+    from .lora.adapter import Adapter
 
 
 class RequestStatus(enum.IntEnum):
@@ -41,11 +42,13 @@ class Request:
     `created_s`, `admitted_s` (first admission) and `first_token_s` are on the clock of `time.monotonic`; a continuation
     shares those of the first.
     `features` are the pictures in its prompt, `feature_units` what of them is computed together, and `features_end`
-    where the last one ends (0 without any); `inputs` are those its caller had at hand, by key.
+    where the last one ends (0 without any); `inputs` are those its caller had at hand, by key. `adapter` is the LoRA
+    adapter it is computed with, whatever has become of its name since; None is the model itself.
     """
 
     __slots__ = (
         "__weakref__",
+        "adapter",
         "admitted_s",
         "arrival_time_s",
         "block_contents",
@@ -88,8 +91,11 @@ class Request:
         seed: int,
         arrival_time_s: float,
         feature_units: tuple[FeatureUnit, ...] = (),
+        adapter: Adapter | None = None,
     ) -> None:
-        """`max_tokens`, `seed` and `arrival_time_s` are the source's with their defaults resolved."""
+        """`max_tokens`, `seed` and `arrival_time_s` are the source's with their defaults resolved, `adapter` is what it
+        names.
+        """
         self.request_id: str = source.request_id
         self.output_id: str = source.request_id
         self.index = 0
@@ -97,7 +103,10 @@ class Request:
         self.token_ids: list[int] = list(source.prompt_token_ids)
         self.num_prompt_tokens: int = len(self.token_ids)
         self.sampling_params: SamplingParams = source.sampling_params
+        self.adapter = adapter
         self.extra_key_spans: Sequence[ExtraKeySpan] = source.extra_key_spans
+        if adapter is not None:
+            self.extra_key_spans = (adapter.span(source.adapter), *source.extra_key_spans)
         self.features = source.mm_features
         self.feature_units = feature_units
         self.features_end = self.features[-1].end if self.features else 0

@@ -188,7 +188,13 @@ class Runner(Protocol):
     def place_adapter(self, slot: int, adapter: Adapter) -> None:
         """From the next call on, `slot` (below `info.num_adapter_slots`) has this adapter, which `read_adapter`
         returned; whatever was launched before computes with what was there before.
+
+        Raises whatever goes wrong; then nobody is computed with that slot until something was placed in it.
         """
+        ...
+
+    def clear_adapter(self, slot: int) -> None:
+        """No step computes with what is in `slot` any more: keep no memory for it that was not there before it came."""
         ...
 
     def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:

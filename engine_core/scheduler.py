@@ -5,11 +5,13 @@ step gives every request as many new tokens as its budget allows (vLLM's idea). 
 order of admission; then waiting ones are admitted while budget, seats and blocks last. When a running request
 finds no block, another one is preempted: its blocks are freed, and it is computed again later, mostly from the cache.
 
-Where a prompt has pictures, `FeatureManager` says how far a chunk can reach, and has them encoded.
+Where a prompt has pictures, `FeatureManager` says how far a chunk can reach, and has them encoded. Where requests ask
+for LoRA adapters, `SlotTurns` says whose adapter gets a slot.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -20,13 +22,17 @@ from ipc.messages import RequestError, RequestOutput
 from .config import SchedulingPolicy
 from .features import FeatureError, FeatureManager
 from .kv_cache import KVCacheManager, PrefixHit
+from .lora.slot_turns import SlotTurns
+from .lora.slots import AdapterSlots, no_slots
 from .request import Request, RequestStatus, continuation_id
 from .runner import EncodedFeature, ScheduledRequest, StepResult
 from .sharing import MAX_WAITS_PER_STEP, SharingInFlight
 from .stats import SchedulerCounters
-from .step import Step
+from .step import RequestFailedError, Step
 from .token_outputs import finish_reason, token_output
 from .waiting_queue import make_waiting_queue
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -46,6 +52,7 @@ class Scheduler:
         eos_token_ids: end a request unless it ignores them.
         hash_blocks: extends a request's `block_hashes`; called when a generated token completes a block.
         features: for requests with pictures; without it there must be none.
+        adapter_slots: for requests with adapters; without it there must be none.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Scheduler:
         num_watermark_blocks: int = 0,
         share_in_flight: bool = True,
         features: FeatureManager | None = None,
+        adapter_slots: AdapterSlots | None = None,
     ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
@@ -84,9 +92,11 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting = make_waiting_queue(policy, self._num_cached_blocks)
         self._sharing = SharingInFlight(kv)
+        self.slots = adapter_slots or no_slots()
+        self.turns = SlotTurns(self.slots, self.waiting.place, max_num_seqs)
         self.counters = SchedulerCounters()
         # Not ended at once: in the middle of a step others may share blocks that it registered.
-        self._failing: list[FeatureError] = []
+        self._failing: list[RequestFailedError] = []
 
     @property
     def features(self) -> FeatureManager:
@@ -96,6 +106,8 @@ class Scheduler:
     def has_work_now(self) -> bool:
         """Whether a step now would do something. If requests are unfinished without, they all wait for inputs."""
         if self.running or self._failing or self._sharing or self.waiting.peek() is not None:
+            return True
+        if self.turns.is_anyone_waiting or self.slots.has_unloaded():
             return True
         return self._optional_features is not None and self._optional_features.has_work_now()
 
@@ -162,6 +174,8 @@ class Scheduler:
         """Whether `schedule` would do more than go on with those that run, or might."""
         if self._failing or self._sharing or (self.num_open_seats > 0 and self.waiting.peek() is not None):
             return True
+        if self.turns.is_anyone_ready():
+            return True
         return self._optional_features is not None and self._optional_features.has_work_now()
 
     def schedule(self) -> Step:
@@ -171,27 +185,32 @@ class Scheduler:
         """
         step = Step()
         self.kv.release_expired()
+        self.slots.clear_unloaded()
         if self._optional_features is not None:
-            self._begin_features(step)
+            self.features.begin_step()
+            self._failing += self.features.overdue()
+        self._end_failing(step)
+        if self._optional_features is not None:
+            for request in self.features.ask_for_more():
+                self.waiting.bring_back(request)
         self._end_waits()
         budget = self._schedule_running(step)
         self._end_waits()
         # Admitting beside a preemption would hand the victim's blocks to a newcomer, and could let it share
         # blocks of a request withdrawn from this very step.
         if not step.preempted:
+            for request in self.turns.take_ready():
+                self.waiting.bring_back(request)
             self._admit_waiting(step, budget)
         return step
 
-    def _begin_features(self, step: Step) -> None:
-        self.features.begin_step()
-        for failure in self._failing + self.features.overdue():
+    def _end_failing(self, step: Step) -> None:
+        for failure in self._failing:
             output_id = failure.request.output_id
             if self.requests.get(failure.request.request_id) is failure.request and self.abort([output_id]):
                 num_cached_tokens = failure.request.num_cached_tokens or 0
                 step.failed.append(RequestOutput(output_id, [], num_cached_tokens, "error", error=failure.reason))
         self._failing.clear()
-        for request in self.features.ask_for_more():
-            self.waiting.bring_back(request)
 
     def _end_waits(self) -> None:
         if self._sharing:
@@ -253,6 +272,11 @@ class Scheduler:
             request = None if self._first_still_lacks_room() else self.waiting.choose()
             if request is None:
                 return
+            if request.adapter is not None and not self.turns.may_join(request):
+                self.turns.begin_wait(request)
+                self.waiting.set_aside(request)
+                num_waits += 1
+                continue
             hit = self._find_hit(request)
             if self.share_in_flight and self._sharing.begin_wait(request, hit, self.running):
                 self.counters.prefix_waits += 1
@@ -272,6 +296,8 @@ class Scheduler:
         num_tokens = self._chunk(request, hit.num_tokens, budget)
         if request.features:
             if not self.features.is_ready(request, hit.num_tokens):
+                if request.adapter is not None:
+                    self.turns.step_aside(request)
                 self.waiting.set_aside(request)
                 return 0
             num_tokens = self.features.reach(request, hit.num_tokens, num_tokens, budget).num_tokens
@@ -292,15 +318,12 @@ class Scheduler:
             if hit.tail is None or all(block.ref_cnt > 0 for block in hit.tail.blocks):
                 return None
             return self._admit(step, request, self.kv.get_computed_blocks(request, whole_blocks_only=True), budget)
-        features: Sequence[EncodedFeature] = ()
-        if hit.num_tokens < request.features_end:
-            # After the allocation, so that nothing is encoded for who has no room yet.
-            loaded = self._load_features(request, hit.num_tokens, num_tokens)
-            if loaded is None:
-                self.kv.withdraw(request)
-                self.waiting.set_aside(request)
-                return 0
-            features = loaded
+        # After the allocation, so that nothing is placed or encoded for who has no room yet.
+        features = self._prepare(request, hit.num_tokens, num_tokens)
+        if features is None:
+            self.kv.withdraw(request)
+            self.waiting.set_aside(request)
+            return 0
         self.waiting.pop()
         self.running.append(request)
         step.copies += self.kv.copies_for(request)
@@ -318,10 +341,29 @@ class Scheduler:
         step.scheduled.append(self._entry(request, num_tokens, features))
         return num_tokens
 
+    def _prepare(self, request: Request, start: int, num_tokens: int) -> Sequence[EncodedFeature] | None:
+        """The features of who is to be admitted, whose adapter is in a slot then; None if that failed, which will end
+        the request.
+        """
+        if request.adapter is not None:
+            try:
+                self.turns.take(request)
+            except Exception as error:
+                logger.exception(
+                    "adapter_not_placed request=%s digest=%s", request.output_id, request.adapter.digest.hex()
+                )
+                reason = f"its adapter could not be placed on the device: {type(error).__name__}: {error}"
+                self._failing.append(RequestFailedError(request, RequestError("internal", reason)))
+                return None
+        features = self._load_features(request, start, num_tokens) if start < request.features_end else ()
+        if features is None:
+            self.turns.release(request)
+        return features
+
     def _load_features(self, request: Request, start: int, num_tokens: int) -> Sequence[EncodedFeature] | None:
         """None if the encoder failed, which will end the request."""
         try:
-            return self.features.load(request, start, num_tokens)
+            return self.features.load(request, start, num_tokens, self.turns.slot_of(request))
         except FeatureError as failure:
             self._failing.append(failure)
             return None
@@ -357,7 +399,13 @@ class Scheduler:
     def _entry(self, request: Request, num_tokens: int, features: Sequence[EncodedFeature]) -> ScheduledRequest:
         table = self.kv.tables[request.request_id]
         return ScheduledRequest(
-            request, request.num_computed_tokens, num_tokens, table.block_tables, table.num_shared_blocks, features
+            request,
+            request.num_computed_tokens,
+            num_tokens,
+            table.block_tables,
+            table.num_shared_blocks,
+            features,
+            adapter_slot=self.turns.slot_of(request),
         )
 
     def _choose_victim(self) -> Request:
@@ -370,6 +418,7 @@ class Scheduler:
         self.kv.withdraw(request)
         if request.features:
             self.features.unpin(request)
+        self.turns.release(request)
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -460,6 +509,7 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         self.kv.free(request)
         self._sharing.forget(request)
+        self.turns.forget(request)
         if request.features:
             self.features.forget(request)
         request.status = RequestStatus.FINISHED

@@ -2,10 +2,10 @@
 
     python -m engine_core.server --endpoint ipc:///run/user/1000/foreword-x/engine.sock --config '{"model": …}'
 
-Two threads: `FrontendLink` talks to frontends, the main thread steps the engine. Idle, both sleep until something
-arrives. Exits 0 on SIGTERM, after running requests have had a time to end, and on SIGINT, at once; 78 if it cannot
-start as configured; 1 on anything else, among it a model that fails step after step: a device in such a state does not
-recover, a new process may.
+Three threads: `FrontendLink` talks to frontends, `AdapterCalls` reads LoRA adapters, the main thread steps the engine.
+Idle, all sleep until something arrives. Exits 0 on SIGTERM, after running requests have had a time to end, and on
+SIGINT, at once; 78 if it cannot start as configured; 1 on anything else, among it a model that fails step after step: a
+device in such a state does not recover, a new process may.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ipc.process import (
 from ipc.sockets import check_listenable
 from ipc.stats import EngineStats
 
+from .adapter_calls import AdapterCalls
 from .commands import Abort, AbortContinuations, Add, Command, Drain, Probe, Reset, SnapshotKVCache, Stop, Supply
 from .config import EngineConfig
 from .errors import EngineOverloadedError, InvalidConfigError
@@ -67,6 +68,7 @@ class EngineCoreServer:
         self._drain_timeout_s = 0.0
         self._drain_ends_s: float | None = None
         self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._adapter_calls = AdapterCalls(engine)
         self._kv_publisher = self._make_kv_publisher()
         try:
             self.link = FrontendLink(
@@ -74,6 +76,7 @@ class EngineCoreServer:
                 engine.capabilities,
                 engine.prepare_request,
                 self._stats,
+                self._adapter_calls,
                 self._commands,
                 settings or LinkSettings(),
             )
@@ -102,6 +105,7 @@ class EngineCoreServer:
     def run(self) -> int:
         """Serve until stopped; returns the process's exit code. Frontends have been told goodbye then."""
         self.link.start()
+        self._adapter_calls.start()
         if self._kv_publisher is not None:
             self._kv_publisher.start()
         try:
@@ -111,6 +115,7 @@ class EngineCoreServer:
             return 1
         finally:
             self.link.stop()
+            self._adapter_calls.stop()
             if self._kv_publisher is not None:
                 self._kv_publisher.stop()
 

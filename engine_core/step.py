@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ipc.messages import RequestOutput
+from ipc.messages import RequestError, RequestOutput
 
 from .request import Request
 from .runner import ScheduledRequest, SlotCopy
+
+
+class RequestFailedError(Exception):
+    """`request` cannot go on, while others can; `reason` is what its caller is told."""
+
+    def __init__(self, request: Request, reason: RequestError) -> None:
+        super().__init__(reason.message)
+        self.request = request
+        self.reason = reason
 
 
 @dataclass(slots=True)
@@ -15,7 +24,7 @@ class Step:
     """One scheduled step: what to compute, in batch order, and who had to give way for it.
 
     `copies` are to be made first; `failed` are the last words of requests that ended before it
-    for want of a picture.
+    for want of a picture, or because their adapter could not be placed.
     """
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)

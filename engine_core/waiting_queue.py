@@ -90,6 +90,10 @@ class WaitingQueue:
         del self._aside[request.request_id]
         insort(self._line, (self._places[request.request_id], request))
 
+    def place(self, request: Request) -> tuple[Any, ...]:
+        """Of a request that waits, in line or aside: of two, the lower is that of who is before the other."""
+        return self._places[request.request_id]
+
     @property
     def num_aside(self) -> int:
         return len(self._aside)

@@ -485,8 +485,8 @@ class AdapterAnswer(Struct, array_like=True, tag="adapter_answer", frozen=True):
     """Engine → frontend: what was loaded or unloaded, or why not.
 
     The `reason` of an `invalid` error is `lora_disabled`, `outside_lora_root` (or there is none), `path_not_found`,
-    `invalid_adapter`, `name_taken`, `unknown_adapter`, `too_many_adapters` or `other_weights` (than `digest`); its
-    `param` is `lora_name` or `lora_path`.
+    `invalid_adapter`, `invalid_name`, `name_taken`, `unknown_adapter`, `too_many_adapters` or `other_weights` (than
+    `digest`); its `param` is `lora_name` or `lora_path`. An `overloaded` one says that too many such calls wait.
     """
 
     call_id: int

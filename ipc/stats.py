@@ -36,13 +36,17 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     requests compute again. `step_tokens[i]` is the number of steps that computed at most `STEP_TOKENS_BOUNDS[i]` tokens
     and more than the bound before; `computed_tokens` is the sum of their tokens. `block_residency` is empty unless the
     engine watches its blocks; then it has `lifetime`, `idle_before_evict` and `reuse_gap`. `num_waiting_aside` of
-    `num_waiting` wait for a picture's inputs or for a prefix that another one computes; `prefix_waits` is how often a
-    request began to wait for the latter.
+    `num_waiting` wait for a picture's inputs, for an adapter's slot or for a prefix that another one computes;
+    `prefix_waits` is how often a request began to wait for the latter.
 
     Of pictures (all 0 where the model takes none): `encoder_cache_queries` and `encoder_cache_hits` are in pictures
     that the prefix cache did not cover, once per request; `encoder_cache_used_bytes` of `encoder_cache_bytes` are
     taken. `feature_inputs_received` and `feature_input_bytes_received` are what frontends sent to be encoded,
     `feature_input_bytes` what of it is held or asked for now.
+
+    `num_adapters` LoRA adapters are loaded, which weigh `adapter_bytes` in host memory. Running requests hold
+    `adapter_slots_in_use` of the `adapter_slots` on the device. `adapter_placements` is how often an adapter was put
+    into a slot, `adapter_slot_waits` how often a request began to wait for one.
 
     `kv_event_batches` were published; `kv_event_batches_dropped`, by reason, were lost for everybody (`queue_full`) or
     found a subscriber that did not read (`subscriber_full`, which counts each time only the first of those it lost).
@@ -84,6 +88,12 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     prefix_cache_missed_tokens: dict[str, int] = {}
     kv_event_batches: int = 0
     kv_event_batches_dropped: dict[str, int] = {}
+    num_adapters: int = 0
+    adapter_bytes: int = 0
+    adapter_slots: int = 0
+    adapter_slots_in_use: int = 0
+    adapter_placements: int = 0
+    adapter_slot_waits: int = 0
 
 
 class PrefixCacheReset(Struct, array_like=True, frozen=True):

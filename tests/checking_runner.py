@@ -5,17 +5,20 @@ extra keys that cover them). Each step it writes the slots it is told to write a
 scheduled request through its block tables, as attention would: in a group with a window, those that a computed token
 sees. A stale, shared-and-overwritten, foreign or never written
 slot is a `WrongStepError`, in the step where a real model would have gone wrong silently. So is a picture's token for
-which the step has no row, or another picture's, and one that is computed without those it must see.
+which the step has no row, or another picture's, and one that is computed without those it must see. So is a request in
+whose slot is not its adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from engine_core.feature_layout import feature_units
+from engine_core.lora.adapter import Adapter
 from engine_core.request import Request
 from engine_core.runner import (
     ComputedStep,
@@ -27,18 +30,22 @@ from engine_core.runner import (
     StepResult,
 )
 from ipc.messages import MultimodalFeature
+from tests.fake_adapters import fake_digest, read_fake_adapter, shift_of
 from tests.feature_prompts import content_of, placed_rows, rows_of, true_rows
 
 
-def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
-    """What this "model" generates: a function of the whole sequence's length and of its last token."""
-    return (7919 * len(token_ids) + 31 * token_ids[-1] + 17) % vocab_size
+def next_token(token_ids: Sequence[int], vocab_size: int, adapter_digest: bytes | None = None) -> int:
+    """What this "model" generates: a function of the sequence's length, of its last token and of the adapter."""
+    shift = shift_of(adapter_digest, vocab_size)
+    return (7919 * len(token_ids) + 31 * token_ids[-1] + 17 + shift) % vocab_size
 
 
-def expected_output(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
+def expected_output(prompt: Sequence[int], num_tokens: int, vocab_size: int, weights: str | None = None) -> list[int]:
+    """`weights` are those of a request's adapter."""
     tokens = list(prompt)
+    digest = None if weights is None else fake_digest(weights)
     for _ in range(num_tokens):
-        tokens.append(next_token(tokens, vocab_size))
+        tokens.append(next_token(tokens, vocab_size, digest))
     return tokens[len(prompt) :]
 
 
@@ -63,7 +70,8 @@ class CheckingRunner:
     Steps are computed when they are launched. A token that is still unknown then (`ScheduledRequest.follows`) is taken
     from what this runner computed last, never from the request.
 
-    `encoded` are the contents (`tests.feature_prompts`) it was made to encode.
+    `encoded` are the contents (`tests.feature_prompts`) it was made to encode. `slots` has the adapters
+    (`tests.fake_adapters`); `placing_fails` is what placing one says, by digest.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class CheckingRunner:
         eos_token_ids: frozenset[int] = frozenset(),
         multimodal: MultimodalInfo | None = None,
         windows: tuple[int | None, ...] = (None,),
+        num_adapter_slots: int = 0,
     ) -> None:
         self.info = ModelInfo(
             "checking",
@@ -86,7 +95,10 @@ class CheckingRunner:
             "checking",
             multimodal=multimodal,
             windows=windows,
+            num_adapter_slots=num_adapter_slots,
         )
+        self.slots: list[Adapter | None] = [None] * num_adapter_slots
+        self.placing_fails: dict[bytes, Exception] = {}
         self.encoded: list[int] = []
         self.encoder_fails: dict[bytes, Exception] = {}
         self.block_size = block_size
@@ -114,13 +126,27 @@ class CheckingRunner:
     def check_features(self, features: Sequence[MultimodalFeature]) -> None:
         pass  # positions are places
 
-    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> list[int]:
+    def read_adapter(self, path: Path, root: Path | None = None) -> Adapter:
+        return read_fake_adapter(path, root)
+
+    def place_adapter(self, slot: int, adapter: Adapter) -> None:
+        self.slots[slot] = None
+        if adapter.digest in self.placing_fails:
+            raise self.placing_fails[adapter.digest]
+        self.slots[slot] = adapter
+
+    def clear_adapter(self, slot: int) -> None:
+        self.slots[slot] = None
+
+    def encode(
+        self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray], adapter_slot: int | None = None
+    ) -> list[int]:
         if feature.key in self.encoder_fails:
             raise self.encoder_fails[feature.key]
         if inputs.keys() != {"pixels"} or len(inputs["pixels"]) != feature.num_embeds:
             raise ValueError(f"no pixels for {feature.num_embeds} rows")
         self.encoded.append(content_of(feature))
-        return rows_of(inputs["pixels"])
+        return _as_encoded(rows_of(inputs["pixels"]), None if adapter_slot is None else self.slots[adapter_slot])
 
     def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:
         is_ahead = batch[0].follows is not None
@@ -144,6 +170,7 @@ class CheckingRunner:
         assert len({id(entry.request) for entry in batch}) == len(batch)
         self.steps.append(sum(entry.num_tokens for entry in batch))
         for entry in batch:
+            self._check_slot(entry)
             self._check_rows(entry)
             self._write(entry)
         if self.fail_next:
@@ -152,7 +179,12 @@ class CheckingRunner:
         for entry in batch:
             self._read(entry)
         return StepResult(
-            [next_token(self._tokens_of(entry), self.info.vocab_size) if entry.samples else None for entry in batch]
+            [
+                next_token(self._tokens_of(entry), self.info.vocab_size, self._digest_in_slot(entry))
+                if entry.samples
+                else None
+                for entry in batch
+            ]
         )
 
     def _tokens_of(self, entry: ScheduledRequest) -> list[int]:
@@ -167,9 +199,19 @@ class CheckingRunner:
         assert token is not None, f"{entry.request} follows a step that sampled nothing for it"
         return [*entry.request.token_ids, token]
 
+    def _check_slot(self, entry: ScheduledRequest) -> None:
+        adapter = entry.request.adapter
+        wanted = None if adapter is None else adapter.digest
+        assert (entry.adapter_slot is None) == (adapter is None), f"{entry.request} is in slot {entry.adapter_slot}"
+        assert self._digest_in_slot(entry) == wanted, f"{entry.request}: another adapter is in its slot"
+
+    def _digest_in_slot(self, entry: ScheduledRequest) -> bytes | None:
+        adapter = None if entry.adapter_slot is None else self.slots[entry.adapter_slot]
+        return None if adapter is None else adapter.digest
+
     def _check_rows(self, entry: ScheduledRequest) -> None:
-        end = entry.end
-        needed = _rows_between(map(true_rows, entry.request.features), entry.start, end)
+        end, adapter = entry.end, entry.request.adapter
+        needed = _rows_between((_true_rows(feature, adapter) for feature in entry.request.features), entry.start, end)
         given = _rows_between((placed_rows(item.feature, item.output) for item in entry.features), entry.start, end)
         assert given == needed, f"{entry.request}: rows of {sorted(given)} at [{entry.start}, {end})"
         assert all(_rows_between([true_rows(item.feature)], entry.start, end) for item in entry.features)
@@ -214,9 +256,17 @@ class CheckingRunner:
                 (span.kind, repr(span.key), position - span.start)
                 for span in request.extra_key_spans
                 if span.start <= position and (span.end is None or position < span.end)
+                if request.adapter is None or span.kind != "lora"
             )
             digests.append(
-                hash((digests[-1] if digests else 0, token_ids[position], tuple(covering), seen.get(position)))
+                hash(
+                    (
+                        digests[-1] if digests else self._digest_in_slot(entry),
+                        token_ids[position],
+                        tuple(covering),
+                        seen.get(position),
+                    )
+                )
             )
         return digests
 
@@ -230,6 +280,18 @@ class CheckingRunner:
             together = tuple(rows[position] for position in range(unit.start, unit.end))
             seen |= dict.fromkeys(range(unit.start, unit.end), together)
         return seen
+
+
+def _as_encoded(rows: list[int], adapter: Adapter | None) -> list[int]:
+    """What an encoder makes of a picture whose `rows` it makes by itself."""
+    if adapter is None or not adapter.targets_encoder:
+        return rows
+    return [hash((row, adapter.digest)) for row in rows]
+
+
+def _true_rows(feature: MultimodalFeature, adapter: Adapter | None) -> dict[int, int]:
+    rows = true_rows(feature)
+    return dict(zip(rows, _as_encoded(list(rows.values()), adapter), strict=True))
 
 
 def _rows_between(placed: Iterable[dict[int, int]], start: int, end: int) -> dict[int, int]:

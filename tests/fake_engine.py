@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--name", default="fake", help="of the model")
     parser.add_argument("--tokenizer-digest", default="")
     parser.add_argument("--pictures", action="store_true", help="the model takes pictures")
+    parser.add_argument("--adapter-slots", type=int, default=0, help="for LoRA adapters (tests/fake_adapters.py)")
     add_link_options(parser)
     arguments = parser.parse_args()
 
@@ -37,6 +38,7 @@ def main() -> int:
             num_blocks=arguments.num_blocks,
             step_s=arguments.step_s,
             multimodal=PICTURES if arguments.pictures else None,
+            num_adapter_slots=arguments.adapter_slots,
         )
         runner.info = replace(runner.info, name=arguments.name, tokenizer_digest=arguments.tokenizer_digest)
         return EngineCore(config, runner)
