@@ -70,8 +70,8 @@ class CheckingRunner:
     Steps are computed when they are launched. A token that is still unknown then (`ScheduledRequest.follows`) is taken
     from what this runner computed last, never from the request.
 
-    `encoded` are the contents (`tests.feature_prompts`) it was made to encode. `slots` has the adapters
-    (`tests.fake_adapters`); `placing_fails` is what placing one says, by digest.
+    `encoded` are the contents (`tests.feature_prompts`) it was made to encode. `adapters` is what the adapters' slots
+    have (`tests.fake_adapters`); `placing_fails` is what placing one says, by digest.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CheckingRunner:
             windows=windows,
             num_adapter_slots=num_adapter_slots,
         )
-        self.slots: list[Adapter | None] = [None] * num_adapter_slots
+        self.adapters: list[Adapter | None] = [None] * num_adapter_slots
         self.placing_fails: dict[bytes, Exception] = {}
         self.encoded: list[int] = []
         self.encoder_fails: dict[bytes, Exception] = {}
@@ -112,6 +112,11 @@ class CheckingRunner:
         self._digests: dict[str, tuple[Request, list[int]]] = {}
         self._last_batch: Sequence[ScheduledRequest] = ()
         self._last_tokens: Sequence[int | None] | None = ()
+
+    def forget(self) -> None:
+        """Every request it has ever seen."""
+        self._digests.clear()
+        self._last_batch = ()
 
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         targets = {copy.target for copy in copies}
@@ -130,13 +135,13 @@ class CheckingRunner:
         return read_fake_adapter(path, root)
 
     def place_adapter(self, slot: int, adapter: Adapter) -> None:
-        self.slots[slot] = None
+        self.adapters[slot] = None
         if adapter.digest in self.placing_fails:
             raise self.placing_fails[adapter.digest]
-        self.slots[slot] = adapter
+        self.adapters[slot] = adapter
 
     def clear_adapter(self, slot: int) -> None:
-        self.slots[slot] = None
+        self.adapters[slot] = None
 
     def encode(
         self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray], adapter_slot: int | None = None
@@ -146,7 +151,7 @@ class CheckingRunner:
         if inputs.keys() != {"pixels"} or len(inputs["pixels"]) != feature.num_embeds:
             raise ValueError(f"no pixels for {feature.num_embeds} rows")
         self.encoded.append(content_of(feature))
-        return _as_encoded(rows_of(inputs["pixels"]), None if adapter_slot is None else self.slots[adapter_slot])
+        return _as_encoded(rows_of(inputs["pixels"]), None if adapter_slot is None else self.adapters[adapter_slot])
 
     def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:
         is_ahead = batch[0].follows is not None
@@ -206,7 +211,7 @@ class CheckingRunner:
         assert self._digest_in_slot(entry) == wanted, f"{entry.request}: another adapter is in its slot"
 
     def _digest_in_slot(self, entry: ScheduledRequest) -> bytes | None:
-        adapter = None if entry.adapter_slot is None else self.slots[entry.adapter_slot]
+        adapter = None if entry.adapter_slot is None else self.adapters[entry.adapter_slot]
         return None if adapter is None else adapter.digest
 
     def _check_rows(self, entry: ScheduledRequest) -> None:

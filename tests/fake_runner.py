@@ -53,7 +53,7 @@ class FakeRunner:
         num_adapter_slots: int = 0,
     ) -> None:
         self.step_s = step_s
-        self.slots: list[Adapter | None] = [None] * num_adapter_slots
+        self.adapters: list[Adapter | None] = [None] * num_adapter_slots
         self.info = ModelInfo(
             name="fake",
             vocab_size=VOCAB_SIZE,
@@ -80,10 +80,10 @@ class FakeRunner:
         return read_fake_adapter(path, root)
 
     def place_adapter(self, slot: int, adapter: Adapter) -> None:
-        self.slots[slot] = adapter
+        self.adapters[slot] = adapter
 
     def clear_adapter(self, slot: int) -> None:
-        self.slots[slot] = None
+        self.adapters[slot] = None
 
     def launch(self, batch: Sequence[ScheduledRequest]) -> ComputedStep:
         return ComputedStep(self.execute(batch))
@@ -97,7 +97,7 @@ class FakeRunner:
                 predicted = request.token_ids[item.start + 1 : item.start + item.num_tokens + 1]
                 result.prompt_logprobs[place] = [certain(token, params.prompt_logprobs or 0) for token in predicted]
             if item.samples:
-                adapter = None if item.adapter_slot is None else self.slots[item.adapter_slot]
+                adapter = None if item.adapter_slot is None else self.adapters[item.adapter_slot]
                 digest = None if adapter is None else adapter.digest
                 token = result.token_ids[place] = next_token(request.token_ids, digest)
                 if params.logprobs is not None:

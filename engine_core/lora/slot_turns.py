@@ -132,7 +132,10 @@ class SlotTurns:
         Raises whatever `Runner.place_adapter` raises; then it holds nothing, and its turn is over.
         """
         self.step_aside(request)
-        return self.slots.take(request.request_id, _adapter(request)).index
+        try:
+            return self.slots.take(request.request_id, _adapter(request)).index
+        finally:
+            self._choose_draining()
 
     def slot_of(self, request: Request) -> int | None:
         """The slot of a request that runs; None without an adapter."""
@@ -147,8 +150,8 @@ class SlotTurns:
         if request.adapter is None:
             return
         slot = self.slots.release(request.request_id, request.adapter)
-        if slot is not None and not slot.holders and slot in self._draining:
-            self._draining.remove(slot)
+        if slot is not None and not slot.holders:
+            self._choose_draining()
 
     def forget(self, request: Request) -> None:
         """It is over, in whatever state it was."""
@@ -200,7 +203,14 @@ class SlotTurns:
                 someone_is_before = True
 
     def _choose_draining(self) -> None:
-        """Drain a slot for each adapter that is waited for, is in none, and will not get one that is free."""
+        """Drain a slot for each adapter that is waited for, is in none, and will not get one that is free.
+
+        To be called after every change.
+        """
+        if not self._groups:
+            self._draining.clear()
+            return
+        self._draining = [slot for slot in self._draining if slot.holders]
         num_waited_for = sum(
             self.slots.slot_of(digest) is None and digest not in self._called for digest in self._groups
         )

@@ -53,10 +53,12 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 
 
 def assert_idle(engine: EngineCore) -> None:
-    """No request, no block in use, every `ref_cnt` 0, every cached block findable, and those kept no longer queued."""
+    """No request, no block or slot in use, every `ref_cnt` 0, every cached block findable, and those kept no longer
+    queued.
+    """
     kv = engine._scheduler.kv
     assert not engine.has_unfinished_requests() and not engine._scheduler.running and not len(engine._scheduler.waiting)
-    assert not kv.tables and engine._scheduler._sharing.is_idle()
+    assert not kv.tables and engine._scheduler._sharing.is_idle() and engine._scheduler.turns.is_idle()
     assert all(block.ref_cnt == 0 for block in kv.pool.blocks)
     kept = [block.block_id for block in kv.pool.blocks if block.keep is not None]
     assert sorted([block.block_id for block in kv.pool.free_queue] + kept) == list(range(kv.pool.num_blocks))

@@ -78,7 +78,7 @@ class PicturesWorkload(Workload):
             arrival_time_s=float(self.num_added),
             read_prefix_cache=rng.random() < 0.9,
             mm_features=tuple(features),
-            **self.some_retention(len(token_ids)),
+            **self.more_fields(len(token_ids)),
         )
         self.num_added += 1
         inputs = {

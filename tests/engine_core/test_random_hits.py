@@ -103,7 +103,7 @@ class HitsWorkload(Workload):
             priority=rng.randrange(3),
             arrival_time_s=float(self.num_added),
             read_prefix_cache=rng.random() < 0.95,
-            **self.some_retention(len(prompt)),
+            **self.more_fields(len(prompt)),
         )
         if not request.write_prefix_cache:
             self.cache.silent.add(request.request_id)

@@ -90,6 +90,7 @@ class Workload:
             max_model_len=100,
             multimodal=self.multimodal(),
             windows=windows,
+            num_adapter_slots=self.num_adapter_slots(),
         )
         self.engine = EngineCore(self.config, self.runner)
         self.clock = Clock()
@@ -108,6 +109,13 @@ class Workload:
 
     def windows(self) -> tuple[int | None, ...]:
         return (None,)
+
+    def num_adapter_slots(self) -> int:
+        return 0
+
+    def weights_of(self, request_id: str) -> str | None:
+        """Of its adapter."""
+        return None
 
     def add(self) -> None:
         rng, room = self.rng, self.engine.capabilities.max_model_len
@@ -133,7 +141,7 @@ class Workload:
             priority=rng.randrange(3),
             arrival_time_s=float(self.num_added),
             read_prefix_cache=rng.random() < 0.9,
-            **self.some_retention(len(prompt)),
+            **self.more_fields(len(prompt)),
         )
         self.num_added += 1
         try:
@@ -142,8 +150,8 @@ class Workload:
             return
         self.remember(request)
 
-    def some_retention(self, num_prompt_tokens: int) -> dict[str, Any]:
-        """Fields of a request: what is to be kept of it, or that nobody is to find it."""
+    def more_fields(self, num_prompt_tokens: int) -> dict[str, Any]:
+        """Of a request: what is to be kept of it, or that nobody is to find it."""
         rng = self.rng
         if rng.random() < 0.15:
             return {"write_prefix_cache": False}
@@ -207,7 +215,8 @@ class Workload:
         assert self.engine.stats().num_kept_blocks == 0 and not self.engine._scheduler.kv.pool.kept._tenants
         for request_id, first in self.produced.items():
             for produced in (first, *self.others[request_id].values()):
-                assert produced == expected_output(self.prompts[request_id], len(produced), VOCAB)
+                weights = self.weights_of(request_id)
+                assert produced == expected_output(self.prompts[request_id], len(produced), VOCAB, weights)
 
 
 def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workload] = Workload) -> int:
