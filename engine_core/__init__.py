@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ipc.messages import (
+        AdapterInfo,
         CacheExplanation,
         CacheProbe,
         EngineCapabilities,
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     )
     from ipc.stats import EngineStats, PrefixCacheReset
 
-    from .config import EngineConfig
+    from .config import EngineConfig, LoraModule
     from .engine import EngineCore
-    from .errors import EngineOverloadedError, InvalidConfigError, InvalidRequestError
+    from .errors import AdapterError, EngineOverloadedError, InvalidConfigError, InvalidRequestError
     from .model.fingerprint import tokenizer_digest
     from .model.resolve import BUILTIN_MODELS, DEFAULT_MODEL, ModelNotFoundError, ResolvedModel, resolve_model
 
 _HOMES = {
+    "AdapterInfo": "ipc.messages",
     "CacheExplanation": "ipc.messages",
     "CacheProbe": "ipc.messages",
     "EngineCapabilities": "ipc.messages",
@@ -45,7 +47,9 @@ _HOMES = {
     "SamplingParams": "ipc.messages",
     "WantedFeature": "ipc.messages",
     "EngineConfig": "engine_core.config",
+    "LoraModule": "engine_core.config",
     "EngineCore": "engine_core.engine",
+    "AdapterError": "engine_core.errors",
     "EngineOverloadedError": "engine_core.errors",
     "InvalidConfigError": "engine_core.errors",
     "InvalidRequestError": "engine_core.errors",
@@ -62,6 +66,8 @@ _HOMES = {
 __all__ = [
     "BUILTIN_MODELS",
     "DEFAULT_MODEL",
+    "AdapterError",
+    "AdapterInfo",
     "CacheExplanation",
     "CacheProbe",
     "EngineCapabilities",
@@ -74,6 +80,7 @@ __all__ = [
     "ExtraKeySpan",
     "InvalidConfigError",
     "InvalidRequestError",
+    "LoraModule",
     "ModelNotFoundError",
     "MultimodalFeature",
     "PrefixCacheReset",
