@@ -12,8 +12,11 @@ from unittest.mock import patch
 
 import torch
 
+import engine_core.model.lora.lora_linear as lora_linear_module
 import engine_core.model.runner as runner_module
 from engine_core.model.attention import AttentionOptions, PagedKV
+from kernels.lora import LoraWeights
+from kernels.lora_batch import LoraBatch
 
 
 @contextmanager
@@ -37,7 +40,11 @@ def simulated_kernels() -> Iterator[None]:
         batch = metadata.on_device
         return _attend(query, cache.keys, cache.values, batch.block_tables.long(), batch.positions[:, None], options)
 
-    with patch.object(PagedKV, "attend", attend), patch.object(runner_module, "uses_triton", lambda tensor: True):
+    with (
+        patch.object(PagedKV, "attend", attend),
+        patch.object(runner_module, "uses_triton", lambda tensor: True),
+        patch.object(lora_linear_module, "add_lora", _add_lora),
+    ):
         yield
 
 
@@ -74,3 +81,20 @@ def _attend(
     weights = scores.masked_fill(~seen[:, None, None, :], float("-inf")).softmax(dim=-1)
     # Slots that are not the request's may hold anything, and 0 times NaN is NaN.
     return torch.einsum("rhgk,rkhd->rhgd", weights, values.masked_fill(~seen[:, :, None, None], 0)).flatten(1, 2)
+
+
+def _add_lora(output: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
+    """Of layers that are one slice."""
+    adapters, firsts, counts = batch.tiles[:, :, None].long().unbind(dim=1)
+    places = torch.arange(len(batch.rows))
+    of_tile = (places >= firsts) & (places < firsts + counts)
+    # Places that fill up are row 0's, and add nothing to it.
+    one_more = torch.zeros(len(x), dtype=torch.int64).index_add(
+        0, batch.rows.long(), (of_tile * (adapters + 1)).sum(dim=0)
+    )
+    slots = (one_more - 1).clamp_min(0)
+    shrunk = torch.einsum("ti,tri->tr", x, weights.a[slots, 0])
+    # What is behind a rank may be another adapter's.
+    shrunk = shrunk.masked_fill(torch.arange(shrunk.shape[1]) >= weights.ranks[slots], 0)
+    added = torch.einsum("tr,tor->to", shrunk, weights.b[slots]) * weights.scaling[slots]
+    output.add_(added.masked_fill(one_more[:, None] == 0, 0))

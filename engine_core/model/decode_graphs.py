@@ -18,6 +18,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,13 @@ import torch
 from engine_core.config import EngineConfig
 from engine_core.runner import ScheduledRequest
 from kernels.attention_metadata import AttentionMetadata, replayable_decode
+from kernels.lora_batch import ReplayedLoraBatch
 
 from .attention import PagedKV
 from .device_queue import CapturedGraph, DeviceQueue
 from .input_batch import SampledTokens, StepLayout
 from .kv_pool import KVPool
+from .lora.adapter_rows import AdapterRows
 from .probe import disagreement, tolerance
 from .progress import with_progress
 from .staging import Staging
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 # from the fourth on, slots in each KV cache group.
 _IDS, _POSITIONS, _SEEN_TO, _SLOTS = range(4)
 _NOWHERE = -1
+_NO_ADAPTER = -1
 
 
 class GraphError(Exception):
@@ -77,6 +81,7 @@ class DecodeGraphs:
         model: called for the logits of every row.
         sizes: of how many rows, ascending.
         max_blocks: the longest block table.
+        adapter_rows: what the model's layers look at; then the graphs are for steps in which some rows have adapters.
     """
 
     def __init__(
@@ -89,9 +94,11 @@ class DecodeGraphs:
         max_blocks: int,
         block_size: int,
         dtype: torch.dtype,
+        adapter_rows: AdapterRows | None = None,
     ) -> None:
         self._model = model
         self._queue = queue
+        self._adapter_rows = adapter_rows
         self.sizes = list(sizes)
         self._pool = pool
         # Rows begin at multiples of 64 bytes.
@@ -99,6 +106,9 @@ class DecodeGraphs:
         self._block_tables = torch.zeros(pool.num_groups, sizes[-1], width, dtype=torch.int32, device=queue.device)
         self._inputs = {size: _Inputs(self._block_tables[:, :size], block_size, dtype) for size in sizes}
         self._graphs: dict[int, CapturedGraph] = {}
+        self._adapters: dict[int, ReplayedLoraBatch] = {}
+        if adapter_rows is not None:
+            self._adapters = {size: ReplayedLoraBatch(size, queue.device) for size in sizes}
 
     def capture(self, size: int) -> None:
         """Make the graph of `size` rows.
@@ -142,8 +152,17 @@ class DecodeGraphs:
     def have_room_for(self, num_requests: int) -> bool:
         return num_requests <= self.sizes[-1]
 
-    def logits(self, layout: StepLayout, sampled: SampledTokens | None, staging: Staging) -> torch.Tensor:
-        """`[num_requests, vocab_size]` of a plain decode, whose K/V is written; overwritten by the next one."""
+    def logits(
+        self,
+        layout: StepLayout,
+        sampled: SampledTokens | None,
+        staging: Staging,
+        adapter_slots: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """`[num_requests, vocab_size]` of a plain decode, whose K/V is written; overwritten by the next one.
+
+        `adapter_slots` `[num_requests]` are the requests' adapters, −1 without one, for graphs that have some.
+        """
         num_groups, num_requests, num_blocks = layout.block_tables.shape
         size = self.sizes[bisect_left(self.sizes, num_requests)]
         inputs = self._inputs[size]
@@ -156,6 +175,10 @@ class DecodeGraphs:
         if sampled is not None:
             ids = inputs.numbers[_IDS, :num_requests]
             ids.copy_(sampled.tokens.index_select(0, ids))
+        if adapter_slots is not None:
+            adapters = self._adapters[size]
+            slots = np.pad(adapter_slots, (0, size - num_requests), constant_values=_NO_ADAPTER)
+            staging.upload_into(adapters.numbers, adapters.numbers_for(slots))
         graph = self._graphs[size]
         graph.replay()
         return graph.output[:num_requests]
@@ -163,13 +186,21 @@ class DecodeGraphs:
     def _compute(self, size: int) -> torch.Tensor:
         inputs = self._inputs[size]
         ids, positions, *_ = inputs.numbers
-        return self._model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=inputs.rows,
-            layer_kv=PagedKV(self._pool, inputs.metadata),
-        ).logits[0]
+        with self._adapted(size):
+            return self._model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=inputs.rows,
+                layer_kv=PagedKV(self._pool, inputs.metadata),
+            ).logits[0]
+
+    def _adapted(self, size: int) -> AbstractContextManager[None]:
+        if self._adapter_rows is None:
+            return nullcontext()
+        batch = self._adapters[size].batch
+        # All of a decode's tokens have logits, in their order.
+        return self._adapter_rows.of_step(batch, batch)
 
 
 @torch.inference_mode()

@@ -13,7 +13,8 @@ import torch
 from engine_core.runner import ScheduledRequest
 
 from .attention import LayerKV
-from .input_batch import InputBatch
+from .input_batch import InputBatch, Places
+from .lora.model_adapters import ModelAdapters
 from .picture_encoder import EncodedRows
 from .picture_positions import PicturePositions
 from .staging import Staging
@@ -35,8 +36,12 @@ def step_logits(
     layer_kv: LayerKV,
     positions: PicturePositions | None,
     staging: Staging,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A forward of `batch`, which `inputs` lays out: from places in it to their logits `[num_places, vocab_size]`."""
+    adapters: ModelAdapters | None = None,
+) -> Callable[[Places], torch.Tensor]:
+    """A forward of `batch`, which `inputs` lays out: from places in it to their logits `[num_places, vocab_size]`.
+
+    `adapters` are what the model has room for.
+    """
     pictures = picture_rows(batch, staging)
     position_ids = None if positions is None else positions.position_ids(batch)
     arguments: dict[str, Any] = {
@@ -47,9 +52,17 @@ def step_logits(
     else:
         arguments["inputs_embeds"] = _embed(model, inputs.input_ids, pictures)
 
-    def logits_of(places: torch.Tensor) -> torch.Tensor:
+    def forward(places: Places) -> torch.Tensor:
         with _deepstack(model, inputs.input_ids, pictures):
-            return model(**arguments, use_cache=False, logits_to_keep=places, layer_kv=layer_kv).logits[0]
+            return model(**arguments, use_cache=False, logits_to_keep=places.on_device, layer_kv=layer_kv).logits[0]
+
+    of_step = None if adapters is None else adapters.of_step(batch, staging)
+    if adapters is None or of_step is None:
+        return forward
+
+    def logits_of(places: Places) -> torch.Tensor:
+        with adapters.computing(of_step, places.on_host, staging):
+            return forward(places)
 
     return logits_of
 

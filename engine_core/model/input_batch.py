@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,13 @@ from kernels.attention_metadata import AttentionMetadata
 
 from .picture_groups import visible_to
 from .staging import Staging
+
+
+class Places(NamedTuple):
+    """Of tokens in a flattened batch: int64 `[num_places]`, and the same on the device."""
+
+    on_host: np.ndarray
+    on_device: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +90,14 @@ def lay_out(
 @dataclass(frozen=True, slots=True)
 class InputBatch:
     """`input_ids` and `position_ids` are `[1, num_tokens]`. `metadata` are those of the KV cache groups.
-    `logits_indices` are the flattened places of the last tokens of the requests that sample, in their order. All
-    tensors are on the device.
+    `logits_places` are those of the last tokens of the requests that sample, in their order. All tensors are on the
+    device.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     metadata: Sequence[AttentionMetadata]
-    logits_indices: torch.Tensor
+    logits_places: Places
 
 
 def build_input_batch(
@@ -107,9 +115,8 @@ def build_input_batch(
     Raises:
         ValueError: with it, a request's tokens end inside a picture.
     """
-    ids, position_ids, logits_indices = staging.upload(
-        layout.ids, layout.positions, layout.query_start_loc[1:][layout.sampling] - 1
-    )
+    places = layout.query_start_loc[1:][layout.sampling] - 1
+    ids, position_ids, places_on_device = staging.upload(layout.ids, layout.positions, places)
     seen = visible_to(batch, layout.query_start_loc, layout.positions) if joins_touching else None
     metadata: list[AttentionMetadata] = []
     for block_tables, slots in zip(layout.block_tables, layout.slots, strict=True):
@@ -131,7 +138,7 @@ def build_input_batch(
         input_ids=(ids if sampled is None else sampled.tokens.index_select(0, ids))[None],
         position_ids=position_ids[None],
         metadata=metadata,
-        logits_indices=logits_indices,
+        logits_places=Places(places, places_on_device),
     )
 
 

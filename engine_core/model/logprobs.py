@@ -12,6 +12,7 @@ from engine_core.runner import ScheduledRequest, StepResult
 from ipc.messages import TokenLogprob
 from kernels.token_logprobs import TokenLogprobs, token_logprobs
 
+from .input_batch import Places
 from .staging import Staging
 from .step_outputs import StepOutputs
 
@@ -66,13 +67,13 @@ def add_sampled_logprobs(
 def add_prompt_logprobs(
     outputs: StepOutputs,
     batch: Sequence[ScheduledRequest],
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    logits_of: Callable[[Places], torch.Tensor],
     staging: Staging,
 ) -> None:
     """The same of the prompt tokens that this step's tokens predict: an entry for each request that collects them.
 
     Args:
-        logits_of: places in the flattened batch, a tensor on the device → their raw logits `[num_places, vocab_size]`.
+        logits_of: places in the flattened batch → their raw logits `[num_places, vocab_size]`.
     """
     places: list[int] = []
     token_ids: list[int] = []
@@ -95,8 +96,10 @@ def add_prompt_logprobs(
     tensors: list[torch.Tensor] = []
     parts = [slice(first, first + _ROWS_AT_ONCE) for first in range(0, len(places), _ROWS_AT_ONCE)]
     for part in parts:
-        on_device = staging.upload(np.array(places[part]), np.array(token_ids[part]))
-        tensors += token_logprobs(logits_of(on_device[0]), on_device[1], max(num_top_tokens[part]))
+        on_host = np.array(places[part])
+        places_on_device, ids_on_device = staging.upload(on_host, np.array(token_ids[part]))
+        logits = logits_of(Places(on_host, places_on_device))
+        tensors += token_logprobs(logits, ids_on_device, max(num_top_tokens[part]))
 
     def read(result: StepResult, tensors: Sequence[torch.Tensor]) -> None:
         width = len(TokenLogprobs._fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,14 @@ class PictureEncoder:
         self.row_bytes: int = self._hidden_size * weight.dtype.itemsize * (1 + self.num_deepstack)
 
     @torch.inference_mode()
-    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> EncodedRows:
-        """The rows of one feature, in the model's dtype on its device. Inputs the model does not name are left out.
+    def encode(
+        self,
+        feature: MultimodalFeature,
+        inputs: Mapping[str, np.ndarray],
+        computing: AbstractContextManager[None] | None = None,
+    ) -> EncodedRows:
+        """The rows of one feature, in the model's dtype on its device. Inputs the model does not name are left out. The
+        tower is called within `computing`.
 
         Raises:
             ValueError: the inputs are not those of this feature, or not numbers the tower can compute with.
@@ -64,7 +71,8 @@ class PictureEncoder:
         """
         tensors = self._tensors(feature, inputs)
         try:
-            output = self._owner.get_image_features(**tensors, return_dict=True)
+            with computing or nullcontext():
+                output = self._owner.get_image_features(**tensors, return_dict=True)
         except Exception as error:  # whatever a tower raises for shapes it does not expect
             if _is_the_machines(error):
                 raise

@@ -7,7 +7,7 @@ positions given. A flattened batch needs all three to be the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,23 @@ def probe_logits(model: torch.nn.Module, config: Any) -> torch.Tensor:
     """`[num_tokens, vocab_size]`, of the sequence that `probe_layers` looks at."""
     token_ids, in_order = _sequence(model, config)
     return _logits(model, token_ids, Probe(in_order), logits_to_keep=in_order, position_ids=in_order[None])
+
+
+@torch.inference_mode()
+def logits_in_order(model: torch.nn.Module, config: Any, order: Sequence[int], places: Sequence[int]) -> torch.Tensor:
+    """`[len(places), vocab_size]`: some tokens of that sequence, each at its own position, given in this `order`; of
+    those that are then at these places.
+    """
+    token_ids, in_order = _sequence(model, config)
+    positions = in_order[list(order)]
+    places_given = torch.tensor(places, device=positions.device)
+    inputs = {"logits_to_keep": places_given, "position_ids": positions[None]}
+    return _logits(model, token_ids[positions], Probe(positions), **inputs)
+
+
+def num_probe_tokens(model: torch.nn.Module, config: Any) -> int:
+    """How many tokens the sequence has."""
+    return len(_sequence(model, config)[0])
 
 
 def tolerance(dtype: torch.dtype) -> float:

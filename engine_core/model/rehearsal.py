@@ -14,7 +14,7 @@ SCRATCH_BLOCK_ID = 0
 def heaviest_step(config: EngineConfig, max_model_len: int, num_groups: int) -> list[ScheduledRequest]:
     """As many requests as a step may have, all at the end of the longest context and all sampling with every rule that
     takes memory; one of them computes what the others leave of the token budget. Every block of every KV cache group
-    is `SCRATCH_BLOCK_ID`.
+    is `SCRATCH_BLOCK_ID`. Where there may be adapters, all have some, as many different ones as there may be.
     """
     params = SamplingParams(
         temperature=1.0, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=20
@@ -25,6 +25,13 @@ def heaviest_step(config: EngineConfig, max_model_len: int, num_groups: int) -> 
     chunk_tokens = min(config.max_num_batched_tokens - num_decodes, max_model_len)
     block_tables = [[SCRATCH_BLOCK_ID] * -(-max_model_len // config.block_size)] * num_groups
     return [
-        ScheduledRequest(request, max_model_len - num_tokens, num_tokens, block_tables, num_shared_blocks=0)
-        for num_tokens in (chunk_tokens, *[1] * num_decodes)
+        ScheduledRequest(
+            request,
+            max_model_len - num_tokens,
+            num_tokens,
+            block_tables,
+            num_shared_blocks=0,
+            adapter_slot=index % config.max_loras if config.enable_lora else None,
+        )
+        for index, num_tokens in enumerate((chunk_tokens, *[1] * num_decodes))
     ]

@@ -15,7 +15,8 @@ import torch
 
 from engine_core.config import EngineConfig
 from engine_core.encoder_cache import encoder_cache_bytes
-from engine_core.errors import InvalidConfigError
+from engine_core.errors import AdapterError, InvalidConfigError
+from engine_core.lora.adapter import Adapter
 from engine_core.runner import LaunchedStep, ModelInfo, ScheduledRequest, SlotCopy, StepResult
 from ipc.messages import MultimodalFeature
 from ipc.threads import model_threads
@@ -29,12 +30,14 @@ from .fingerprint import cache_namespace, model_fingerprint, tokenizer_digest
 from .forward import step_logits
 from .head_replay import decoding_once
 from .host_memory import give_back_freed_memory
-from .input_batch import InputBatch, SampledTokens, StepLayout, build_input_batch, lay_out
+from .input_batch import InputBatch, Places, SampledTokens, StepLayout, build_input_batch, lay_out
 from .kv_groups import described, group_layers, wasted_share
 from .kv_pool import KVPool, PoolLayout, choose_kv_dtype
 from .loader import choose_device, choose_dtype, end_of_sequence_ids, load_config, load_model, takes_pictures
 from .logit_rules import LogitRules
 from .logprobs import add_prompt_logprobs, add_sampled_logprobs
+from .lora.adapter_rows import AdapterRows, LayerAdapters
+from .lora.model_adapters import AdapterTargets, ModelAdapters, slots_of_requests
 from .memory import choose_num_blocks
 from .passes import PassError, apply_passes
 from .passes.quantizing import check_quantization
@@ -78,6 +81,8 @@ class ModelRunner:
         self._staging: Staging = HostStaging() if self._queue is None else QueuedStaging(self._queue)
         self._sampled: SampledTokens | None = None
         self._graphs: DecodeGraphs | None = None
+        self._adapter_graphs: DecodeGraphs | None = None
+        self._adapters: ModelAdapters | None = None
 
         path = Path(config.model)
         model_config = load_config(path)
@@ -98,9 +103,15 @@ class ModelRunner:
                 self._pictures.encoder.num_deepstack,
                 self._compute_alone,
             )
+        targets = None
+        if config.enable_lora:
+            pictures = self._pictures is not None
+            targets = AdapterTargets(self._model, model_config, config, takes_pictures=pictures)
         # Where steps are queued and computed apart, what is not torch's would not be.
         if self._queue is None:
-            self._apply_passes(config, path, model_config)
+            self._apply_passes(config, path, model_config, None if targets is None else targets.adapters)
+        if targets is not None:
+            self._adapters = ModelAdapters(self._model, targets, self._device, self._queue)
         # Of loading: weights as they were, and what brought them into another layout.
         give_back_freed_memory()
         num_blocks = choose_num_blocks(
@@ -111,9 +122,9 @@ class ModelRunner:
             reserved_bytes=self._reserved_bytes(config, max_model_len) if self._device.type == "cuda" else 0,
         )
         self.pool = self._pool_layout.allocate(num_blocks, self._device)
-        graphs = self._make_graphs(config, max_model_len, self.pool)
-        if graphs is not None and capture_all(graphs):
-            self._graphs = graphs
+        self._graphs = self._captured(config, max_model_len)
+        if self._graphs is not None and self._adapters is not None:
+            self._adapter_graphs = self._captured(config, max_model_len, self._adapters.rows)
         dtype_name = str(self._dtype).removeprefix("torch.")
         kv_dtype_name = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         self.info = ModelInfo(
@@ -134,10 +145,11 @@ class ModelRunner:
             multimodal=None if self._pictures is None else self._pictures.info,
             runs_apart=self._queue is not None,
             windows=self._pool_layout.windows,
+            num_adapter_slots=0 if self._adapters is None else self._adapters.num_slots,
         )
         logger.info(
             "model_loaded name=%s dtype=%s quantization=%s device=%s threads=%d layers=%d kv_dtype=%s kv_groups=%s"
-            " kv_wasted=%.3f blocks=%d kv_pool_bytes=%d load_s=%.1f",
+            " kv_wasted=%.3f blocks=%d kv_pool_bytes=%d adapter_slots=%d load_s=%.1f",
             self.info.name,
             dtype_name,
             config.quantization,
@@ -149,10 +161,13 @@ class ModelRunner:
             wasted_share(groups),
             num_blocks,
             sum(tensor.nbytes for tensor in self.pool.tensors),
+            self.info.num_adapter_slots,
             time.monotonic() - started_s,
         )
 
-    def _apply_passes(self, config: EngineConfig, path: Path, model_config: Any) -> None:
+    def _apply_passes(
+        self, config: EngineConfig, path: Path, model_config: Any, adapters: LayerAdapters | None
+    ) -> None:
         try:
             apply_passes(
                 self._model,
@@ -161,6 +176,7 @@ class ModelRunner:
                 pack=config.prepack_weights,
                 kernel=config.linear_kernel,
                 quantization=config.quantization,
+                adapters=adapters,
             )
         except PassError as error:
             if config.quantization is not None:
@@ -185,11 +201,30 @@ class ModelRunner:
         if self._pictures is not None:
             self._pictures.check(features)
 
-    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> EncodedRows:
+    def encode(
+        self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray], adapter_slot: int | None = None
+    ) -> EncodedRows:
         """As `engine_core.runner.Runner.encode`."""
         if self._pictures is None:
             raise ValueError(f"{self.info.name} takes no pictures")
-        return self._pictures.encoder.encode(feature, inputs)
+        if self._adapters is None or adapter_slot is None:
+            return self._pictures.encoder.encode(feature, inputs)
+        return self._pictures.encoder.encode(feature, inputs, self._adapters.rows.of_picture(adapter_slot))
+
+    def read_adapter(self, path: Path, root: Path | None = None) -> Adapter:
+        """As `engine_core.runner.Runner.read_adapter`."""
+        return self._ready_for_adapters.read(path, root)
+
+    @torch.inference_mode()
+    def place_adapter(self, slot: int, adapter: Adapter) -> None:
+        """As `engine_core.runner.Runner.place_adapter`."""
+        self._ready_for_adapters.place(slot, adapter)
+
+    @property
+    def _ready_for_adapters(self) -> ModelAdapters:
+        if self._adapters is None:
+            raise AdapterError(f"{self.info.name} was loaded without enable_lora", "lora_disabled", "lora_name")
+        return self._adapters
 
     @torch.inference_mode()
     def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:
@@ -202,7 +237,7 @@ class ModelRunner:
         layout: StepLayout,
         sampled: SampledTokens | None,
         pool: KVPool,
-    ) -> tuple[InputBatch, Callable[[torch.Tensor], torch.Tensor]]:
+    ) -> tuple[InputBatch, Callable[[Places], torch.Tensor]]:
         """The batch on the device, and `forward.step_logits` of it."""
         pictures = self._pictures
         inputs = build_input_batch(
@@ -216,20 +251,22 @@ class ModelRunner:
         )
         layer_kv = PagedKV(pool, inputs.metadata)
         positions = None if pictures is None else pictures.positions
-        return inputs, step_logits(self._model, batch, inputs, layer_kv, positions, self._staging)
+        return inputs, step_logits(self._model, batch, inputs, layer_kv, positions, self._staging, self._adapters)
 
     def _launch(self, batch: Sequence[ScheduledRequest], pool: KVPool) -> RunningStep:
         outputs = StepOutputs(len(batch))
         sampled = None if batch[0].follows is None else self._sampled
         layout = lay_out(batch, self._pool_layout.windows, self._block_size, sampled)
         with self._staging.step():
-            if self._graphs is not None and self._is_captured(batch):
-                logits = self._graphs.logits(layout, sampled, self._staging)
+            adapter_slots = slots_of_requests(batch)
+            graphs = self._graphs if adapter_slots is None else self._adapter_graphs
+            if graphs is not None and self._is_captured(batch, graphs):
+                logits = graphs.logits(layout, sampled, self._staging, adapter_slots)
             else:
                 inputs, logits_of = self._forward(batch, layout, sampled, pool)
                 replays = any(item.request.prompt_logprobs is not None for item in batch)
                 with decoding_once(self._model) if replays else nullcontext():
-                    logits = logits_of(inputs.logits_indices)
+                    logits = logits_of(inputs.logits_places)
                     if replays:
                         add_prompt_logprobs(outputs, batch, logits_of, self._staging)
             self._sampled = None
@@ -237,9 +274,8 @@ class ModelRunner:
                 self._sample(batch, layout.sampling, logits, outputs)
             return outputs.send(self._staging)
 
-    def _is_captured(self, batch: Sequence[ScheduledRequest]) -> bool:
-        assert self._graphs is not None
-        if not self._graphs.have_room_for(len(batch)) or not is_plain_decode(batch):
+    def _is_captured(self, batch: Sequence[ScheduledRequest], graphs: DecodeGraphs) -> bool:
+        if not graphs.have_room_for(len(batch)) or not is_plain_decode(batch):
             return False
         has_positions = self._pictures is not None and self._pictures.positions is not None
         return not (has_positions and any(item.request.features for item in batch))
@@ -270,9 +306,18 @@ class ModelRunner:
             unquantized = dataclasses.replace(self._pool_layout, dtype=self._dtype)
             pool = unquantized.allocate(len(windows) * num_blocks, self._device)
             _, logits_of = self._forward(batch, layout, None, pool)
-            return logits_of(torch.arange(item.num_tokens, device=self._device))
+            places = np.arange(item.num_tokens)
+            return logits_of(Places(places, torch.from_numpy(places).to(self._device)))
 
-    def _make_graphs(self, config: EngineConfig, max_model_len: int, pool: KVPool) -> DecodeGraphs | None:
+    def _captured(
+        self, config: EngineConfig, max_model_len: int, adapter_rows: AdapterRows | None = None
+    ) -> DecodeGraphs | None:
+        graphs = self._make_graphs(config, max_model_len, self.pool, adapter_rows)
+        return graphs if graphs is not None and capture_all(graphs) else None
+
+    def _make_graphs(
+        self, config: EngineConfig, max_model_len: int, pool: KVPool, adapter_rows: AdapterRows | None = None
+    ) -> DecodeGraphs | None:
         """Graphs of decodes, to be captured; None where there is no queue, or attention looks at a step's numbers on
         the host, as it does in torch.
         """
@@ -288,6 +333,7 @@ class ModelRunner:
             max_blocks=-(-max_model_len // self._block_size),
             block_size=self._block_size,
             dtype=self._dtype,
+            adapter_rows=adapter_rows,
         )
 
     @torch.inference_mode()
@@ -302,12 +348,13 @@ class ModelRunner:
         """What a step, the graphs and the encoder cache need besides the KV pool."""
         step_bytes = self._measure_step(config, max_model_len)
         scratch = self._pool_layout.allocate(SCRATCH_BLOCK_ID + 1, self._device)
-        graphs = self._make_graphs(config, max_model_len, scratch)
-        if graphs is not None:
-            step_bytes += measure_all(graphs, self._device)
-            # Else what they took would count as in use.
-            del graphs
-            torch.cuda.empty_cache()
+        for rows in (None,) if self._adapters is None else (None, self._adapters.rows):
+            graphs = self._make_graphs(config, max_model_len, scratch, rows)
+            if graphs is not None:
+                step_bytes += measure_all(graphs, self._device)
+                # Else what they took would count as in use.
+                del graphs
+                torch.cuda.empty_cache()
         if self._pictures is None:
             return step_bytes
         return step_bytes + encoder_cache_bytes(config, self._pictures.info.embed_bytes)

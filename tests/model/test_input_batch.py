@@ -64,7 +64,7 @@ def test_only_whoever_reaches_its_end_samples() -> None:
         scheduled(list(range(5)), start=4, num_tokens=1, block_ids=[5, 6]),
         scheduled(list(range(2)), start=0, num_tokens=2, block_ids=[7]),
     )
-    assert inputs.logits_indices.tolist() == [5, 7]
+    assert inputs.logits_places.on_device.tolist() == [5, 7]
 
 
 def test_shared_blocks_are_never_written() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engine_core.config import Quantization
+from engine_core.model.lora.adapter_rows import LayerAdapters
 from engine_core.model.probe import disagreement, probe_logits, tolerance
 
 from .fusing import fuse_layers, parts_of
@@ -41,6 +42,7 @@ def apply_passes(
     pack: bool,
     kernel: bool,
     quantization: Quantization | None = None,
+    adapters: LayerAdapters | None = None,
 ) -> None:
     """Change `model` in place. What a pass does not know it leaves alone, and a model that is not on a CPU altogether.
 
@@ -50,6 +52,7 @@ def apply_passes(
         kernel: packed weights are computed with by `kernels.linear` where it can, else by the CPU's matrix library.
         quantization: what they are packed in, where `quantizing.check_quantization` allows it. Each layer is then
             compared with what its quantized weights stand for, and the model's logits are not.
+        adapters: for which fused layers are to have room.
 
     Raises:
         PassError: the model fails, its logits are others than before by more than rounding, or no layer could be
@@ -60,7 +63,8 @@ def apply_passes(
     try:
         wanted_parts_of = parts_of if fuse and kernel else lambda _: {}
         layers, expected = watch_layers(model, wanted_parts_of, lambda: probe_logits(model, config))
-        fused = fuse_layers(model, layers, join=not _is_fed_between_layers(model), quantization=quantization)
+        join = not _is_fed_between_layers(model)
+        fused = fuse_layers(model, layers, join=join, quantization=quantization, adapters=adapters)
         samples = watch_linears(model, lambda: probe_logits(model, config))
         packed: dict[str, type[torch.nn.Module]] = {}
         if quantization is None:

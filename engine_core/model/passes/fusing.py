@@ -6,8 +6,9 @@ Those that follow each other are computed in one call: the first one called comp
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,15 @@ from torch import nn
 from engine_core.config import Quantization
 from engine_core.model.attention import AttentionOptions, LayerKV, PagedKV
 from engine_core.model.kv_pool import KVPool
+from engine_core.model.lora.adapter_rooms import OutputSlice, PointerRoom
+from engine_core.model.lora.adapter_rows import LayerAdapters
 from engine_core.model.probe import Probe
 from kernels.attention import MAX_HEAD_DIM
-from kernels.decoder_layers import Angles, DecoderLayers, LayerParts, LayerScratch, Norm, is_available
+from kernels.decoder_layers import Angles, DecoderLayers, LayerParts, LayerScratch, LinearName, Norm, is_available
 from kernels.dispatch import uses_triton
 from kernels.linear import Activation, PackedWeight, pack_quantized, pack_weight
+from kernels.lora_batch import LoraBatch
+from kernels.lora_in_c import PackedLora
 
 from .linear_layers import has_hooks, replace
 from .packed_layers import KernelLinear
@@ -81,23 +86,37 @@ class ComputedLayer(_StandIn):
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """What is kept of a layer."""
+    """What is kept of a layer. `linears` are the paths of its linear layers by part, and how many outputs they have."""
 
     seen: WatchedCall
     parts: LayerParts
     layer_idx: int
     attributes: dict[str, Any]
+    linears: dict[str, tuple[str, int]]
 
 
 class FusedLayers(_StandIn):
-    """Stands in for the first of some decoder layers, and computes all of them."""
+    """Stands in for the first of some decoder layers, and computes all of them, with what `adapters` add."""
 
-    def __init__(self, layers: Sequence[_Fused], scratch: LayerScratch) -> None:
+    def __init__(self, layers: Sequence[_Fused], scratch: LayerScratch, adapters: LayerAdapters | None = None) -> None:
         super().__init__(layers[0].attributes)
         self._layers = [layer.parts for layer in layers]
         self._indices = [layer.layer_idx for layer in layers]
-        self._computing = DecoderLayers(self._layers, scratch)
+        self._linears = [layer.linears for layer in layers]
+        self._adapters = adapters
+        self._computing = DecoderLayers(self._layers, scratch, 0 if adapters is None else adapters.num_slots)
         self._pool: KVPool | None = None
+
+    def adapter_rooms(self) -> Iterator[PointerRoom]:
+        """Of every product."""
+        for index, (parts, linears) in enumerate(zip(self._layers, self._linears, strict=True)):
+            for name, slices in _adapted_slices(linears).items():
+                weight: PackedWeight = getattr(parts, name)
+                place = partial(self._place, index, name)
+                yield PointerRoom(slices, weight.in_features, weight.dtype, place)
+
+    def _place(self, index: int, name: LinearName, slot: int, packed: PackedLora | None) -> None:
+        self._computing.place(slot, index, name, packed)
 
     def forward(
         self,
@@ -108,15 +127,16 @@ class FusedLayers(_StandIn):
         **_: Any,
     ) -> torch.Tensor:
         x = hidden_states[0].contiguous()
+        lora = None if self._adapters is None else self._adapters.rows.tokens
         if isinstance(layer_kv, PagedKV) and not uses_triton(x):
-            return self._compute(x, position_embeddings, layer_kv)[None]
+            return self._compute(x, position_embeddings, layer_kv, lora)[None]
         for index, (layer_idx, parts) in enumerate(zip(self._indices, self._layers, strict=True)):
-            heads = self._computing.before_attention(index, x, position_embeddings)
+            heads = self._computing.before_attention(index, x, position_embeddings, lora)
             options = AttentionOptions(parts.scaling, parts.sliding_window, parts.softcap, parts.sinks)
-            x = self._computing.after_attention(index, x, layer_kv.attend(layer_idx, *heads, options))
+            x = self._computing.after_attention(index, x, layer_kv.attend(layer_idx, *heads, options), lora)
         return x[None]
 
-    def _compute(self, x: torch.Tensor, angles: Angles | None, kv: PagedKV) -> torch.Tensor:
+    def _compute(self, x: torch.Tensor, angles: Angles | None, kv: PagedKV, lora: LoraBatch | None) -> torch.Tensor:
         pool = kv.pool
         if pool is not self._pool:
             self._computing.use(*zip(*((pool.caches[idx], pool.group_of[idx]) for idx in self._indices), strict=True))
@@ -124,7 +144,7 @@ class FusedLayers(_StandIn):
         kinds = [(kv.metadata[kind.group], kind) for kind in self._computing.kinds]
         slots = [metadata.slots.tensor for metadata, _ in kinds]
         batches = [metadata.cpu_batch(kind.heads, kind.sliding_window) for metadata, kind in kinds]
-        return self._computing(x, angles, slots, batches)
+        return self._computing(x, angles, slots, batches, lora)
 
 
 def parts_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -147,11 +167,12 @@ def fuse_layers(
     *,
     join: bool,
     quantization: Quantization | None,
+    adapters: LayerAdapters | None = None,
 ) -> list[str]:
     """Replace those of the watched layers that compute nothing else than the kernel does, and return their paths.
 
     With `join`, layers each of which was given what the one before returned are computed together. With `quantization`
-    their weights are stored in it. `watched` is emptied.
+    their weights are stored in it. With `adapters` there is room for some in all of them. `watched` is emptied.
 
     Raises:
         ArithmeticError: one that should compute the same does not.
@@ -163,7 +184,7 @@ def fuse_layers(
         layer, seen = watched.pop(name)
         if any(has_hooks(module) for module in layer.modules()) or (parts := _layer_parts(seen, quantization)) is None:
             continue
-        fused = _Fused(seen.call, parts, layer.self_attn.layer_idx, _attributes(layer))
+        fused = _Fused(seen.call, parts, layer.self_attn.layer_idx, _attributes(layer), _linears(name, layer, seen))
         _compare(name, layer, seen.call, FusedLayers([fused], scratch))
         replace(model, name, ComputedLayer(fused.attributes))
         if not (join and runs and _follows(fused, runs[-1][-1][1])):
@@ -171,7 +192,7 @@ def fuse_layers(
         runs[-1].append((name, fused))
         del layer, seen
     for run in runs:
-        _put(model, [name for name, _ in run], FusedLayers([fused for _, fused in run], scratch))
+        _put(model, [name for name, _ in run], FusedLayers([fused for _, fused in run], scratch, adapters))
     return [name for run in runs for name, _ in run]
 
 
@@ -187,6 +208,27 @@ def _put(model: nn.Module, names: list[str], fused: FusedLayers) -> None:
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "training"}
+
+
+def _linears(name: str, layer: nn.Module, seen: WatchedLayer) -> dict[str, tuple[str, int]]:
+    paths = {id(module): path for path, module in layer.named_modules()}
+    return {
+        part: (f"{name}.{paths[id(module)]}", module.out_features)
+        for part, module in seen.parts.items()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def _adapted_slices(linears: Mapping[str, tuple[str, int]]) -> dict[LinearName, list[OutputSlice]]:
+    """Which outputs of which linear layers a product computes. `linears` as `_Fused` has them."""
+    whole = {part: OutputSlice(path, 0, size) for part, (path, size) in linears.items()}
+    qkv = [whole[part] for part in ("qkv", "query", "key", "value") if part in whole]
+    if "gate_up" in whole:
+        path, size = linears["gate_up"]
+        gate, up = OutputSlice(path, 0, size // 2), OutputSlice(path, size // 2, size // 2)
+    else:
+        gate, up = whole["gate"], whole["up"]
+    return {"qkv": qkv, "output": [whole["output"]], "gate": [gate], "up": [up], "down": [whole["down"]]}
 
 
 def _follows(fused: _Fused, before: _Fused) -> bool:

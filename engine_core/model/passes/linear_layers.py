@@ -11,18 +11,18 @@ from torch import nn
 
 
 def watch_linears(model: nn.Module, forward: Callable[[], object]) -> dict[str, torch.Tensor]:
-    """Watch what `forward` does with the linear layers of `model`. Returns what those that may be replaced were first
-    called with, by path: it called them with one tensor and did nothing else with them.
+    """What the linear layers that may be replaced were first called with by `forward`, by path."""
+    return {name: inputs[0] for name, inputs in watch_calls(model, forward).items()}
+
+
+def watch_calls(model: nn.Module, forward: Callable[[], object]) -> dict[str, list[torch.Tensor]]:
+    """Watch what `forward` does with the linear layers of `model`. Returns what those that may be replaced were called
+    with, by path: it called them with one tensor each time and did nothing else with them.
 
     Never replaceable are subclasses (quantized or otherwise special), layers with hooks, and layers that are reached
     by more than one path.
     """
-    num_paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    watched = {
-        name: _WatchedLinear(module)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and num_paths[id(module)] == 1 and not has_hooks(module)
-    }
+    watched = {name: _WatchedLinear(linear) for name, linear in replaceable_linears(model).items()}
     for name, layer in watched.items():
         replace(model, name, layer)
     try:
@@ -30,7 +30,17 @@ def watch_linears(model: nn.Module, forward: Callable[[], object]) -> dict[str, 
     finally:
         for name, layer in watched.items():
             replace(model, name, layer.linear)
-    return {name: layer.inputs[0] for name, layer in watched.items() if layer.inputs and not layer.is_more_than_called}
+    return {name: layer.inputs for name, layer in watched.items() if layer.inputs and not layer.is_more_than_called}
+
+
+def replaceable_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Linear layers that look as if something else that computes the same could take their place, by path."""
+    num_paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and num_paths[id(module)] == 1 and not has_hooks(module)
+    }
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
