@@ -26,9 +26,13 @@ def make_runner(directory: Path, **settings: object) -> ModelRunner:
 
 
 class HandMade:
-    """A request whose steps a test writes itself. All prompt tokens' log-probabilities are asked for."""
+    """A request whose steps a test writes itself, with the adapter in a slot. All prompt tokens' log-probabilities are
+    asked for.
+    """
 
-    def __init__(self, runner: ModelRunner, prompt: PicturePrompt, place: int = 0) -> None:
+    def __init__(
+        self, runner: ModelRunner, prompt: PicturePrompt, place: int = 0, adapter_slot: int | None = None
+    ) -> None:
         params = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
         self.request = Request(
             EngineRequest(f"by hand {place}", prompt.token_ids, params, mm_features=prompt.features),
@@ -37,15 +41,21 @@ class HandMade:
             arrival_time_s=0.0,
         )
         self.encoded = [
-            EncodedFeature(feature, runner.encode(feature, prompt.inputs[feature.key])) for feature in prompt.features
+            EncodedFeature(feature, runner.encode(feature, prompt.inputs[feature.key], adapter_slot))
+            for feature in prompt.features
         ]
+        self._adapter_slot = adapter_slot
         windows = runner.info.windows
         starts = [(place * len(windows) + group) * BLOCKS_PER_REQUEST for group in range(len(windows))]
         self._block_tables = [range(start, start + BLOCKS_PER_REQUEST) for start in starts]
 
     def tokens(self, start: int, end: int) -> ScheduledRequest:
         features = [one for one in self.encoded if one.feature.start < end and start < one.feature.end]
-        return ScheduledRequest(self.request, start, end - start, self._block_tables, 0, features)
+        return ScheduledRequest(
+            *(self.request, start, end - start, self._block_tables, 0),
+            features=features,
+            adapter_slot=self._adapter_slot,
+        )
 
 
 def prompt_logprobs(runner: ModelRunner, by_hand: HandMade, borders: Sequence[int]) -> list[float]:
