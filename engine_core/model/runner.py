@@ -220,6 +220,11 @@ class ModelRunner:
         """As `engine_core.runner.Runner.place_adapter`."""
         self._ready_for_adapters.place(slot, adapter)
 
+    @torch.inference_mode()
+    def clear_adapter(self, slot: int) -> None:
+        """As `engine_core.runner.Runner.clear_adapter`."""
+        self._ready_for_adapters.clear(slot)
+
     @property
     def _ready_for_adapters(self) -> ModelAdapters:
         if self._adapters is None:

@@ -41,6 +41,10 @@ class AdapterRooms(Protocol):
         """From now on `slot` has this adapter in each of the layers."""
         ...
 
+    def clear(self, slot: int) -> None:
+        """What is in `slot` is in no step to come: what it keeps in host memory can go."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PointerRoom:
@@ -80,10 +84,15 @@ class PointerRooms:
 
     def place(self, slot: int, packed: list[PackedLora | None]) -> None:
         used = self._is_used.get(slot, [False] * len(self._rooms))
+        # Should this fail, nobody knows how far it got.
+        self._is_used[slot] = [True] * len(self._rooms)
         for room, one, is_used in zip(self._rooms, packed, used, strict=True):
             if is_used or one is not None:
                 room.place(slot, one)
         self._is_used[slot] = [one is not None for one in packed]
+
+    def clear(self, slot: int) -> None:
+        self.place(slot, [None] * len(self._rooms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +175,9 @@ class TensorRooms:
                 self._copy(of_layer.b[slot], b)
         self._copy(self._ranks[:, slot, 0], packed.ranks)
         self._copy(self._scaling[:, slot, 0], packed.scaling)
+
+    def clear(self, slot: int) -> None:
+        """What is on the device stays there until the next takes its place: it is in nobody's way."""
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self._queue is None:

@@ -112,6 +112,12 @@ class ModelAdapters:
             rooms.place(slot, packed)
         self._changes_logits[slot] = weights.changes_logits
 
+    def clear(self, slot: int) -> None:
+        """As `engine_core.runner.Runner.clear_adapter`."""
+        for rooms in self._rooms:
+            rooms.clear(slot)
+        self._changes_logits[slot] = False
+
     def of_step(self, batch: Sequence[ScheduledRequest], staging: Staging) -> StepAdapters | None:
         """None if nobody has an adapter."""
         of_requests = slots_of_requests(batch)
