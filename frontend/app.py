@@ -15,6 +15,7 @@ from frontend.anthropic.routes import anthropic_routes, error_answer, is_anthrop
 from frontend.openai.responses import encode_error
 from frontend.openai.routes import openai_routes
 
+from .adapter_routes import adapter_routes
 from .api_key import ApiKeyGuard, unauthorized
 from .cache_routes import cache_routes
 from .docs import docs_routes
@@ -40,8 +41,8 @@ def create_app(
 
     Every answer that is not the one asked for, an unknown path included, has the OpenAI API's error body, below
     `/v1/messages` the Anthropic API's. With `api_keys`, whoever has none of them or of `admin_api_keys` is answered
-    401, but under `api_key.OPEN_PATHS`. Who has none of `admin_api_keys` may not reset the cache of all, if there are
-    any or if clients are kept apart by their keys.
+    401, but under `api_key.OPEN_PATHS`. Who has none of `admin_api_keys` may neither reset the cache of all nor load or
+    unload adapters, if there are any or if clients are kept apart by their keys.
     """
     app = Litestar(
         route_handlers=[
@@ -50,6 +51,7 @@ def create_app(
             *health_routes(serving.client),
             *metrics_routes(serving.metrics),
             *cache_routes(serving.client.engines),
+            *adapter_routes(serving),
             *explain_routes(serving, num_callers=len({*api_keys, *admin_api_keys})),
             *docs_routes(),
         ],

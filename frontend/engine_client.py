@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import zmq
@@ -23,6 +23,9 @@ from ipc.curve import FrontendKeys, check_security, why_no_handshake
 from ipc.drops import DropCounter
 from ipc.endpoints import check_endpoint
 from ipc.messages import (
+    AdapterAnswer,
+    AdapterInfo,
+    Adapters,
     CacheProbe,
     CacheProbed,
     EngineCapabilities,
@@ -34,12 +37,14 @@ from ipc.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    LoadAdapter,
     PrefixCacheWasReset,
     ProbeCache,
     Refused,
     RequestError,
     ResetPrefixCache,
     Stats,
+    UnloadAdapter,
     WantFeatures,
     Welcome,
 )
@@ -59,6 +64,11 @@ _MAX_RETRY_S = 0.5
 # An engine that is there and does not want us, or is not wanted, has to be changed by somebody.
 _MAX_RETRY_AFTER_REFUSAL_S = 5.0
 
+# When an engine tells which adapters it has: as it answers for the first time, as another one in its place answers, as
+# it is found again, or when somebody has changed them.
+Occasion = Literal["first", "restarted", "found_again", "changed"]
+AdapterListener = Callable[["EngineClient", Mapping[str, AdapterInfo], Occasion], None]
+
 
 class _SessionEndedError(Exception):
     """`telling`: the reason says more than that no engine answers, also where none ever did."""
@@ -77,6 +87,8 @@ class EngineClient:
             not the one we want, until one answers again.
         down_reason: why the state is not `ready`, for people; None when it is.
         capabilities: of the engine that answered last; None before the first.
+        loaded_adapters: by name, as it said last.
+        on_adapters: told what it had said before, whenever it says which adapters it has.
         num_restarts: how often another engine answered than before.
         num_other_requests: what this engine is working on for other frontends, as it said last.
         drops: messages that were not used, by reason.
@@ -116,6 +128,8 @@ class EngineClient:
         self.state: Literal["connecting", "ready", "draining", "down"] = "connecting"
         self.down_reason: str | None = f"no engine has answered at {endpoint} yet"
         self.capabilities: EngineCapabilities | None = None
+        self.loaded_adapters: Mapping[str, AdapterInfo] = {}
+        self.on_adapters: AdapterListener = lambda engine, before, occasion: None
         self.num_other_requests = 0
         self.drops = DropCounter("engine_client")
         self.num_restarts = 0
@@ -233,6 +247,31 @@ class EngineClient:
             raise RequestRefusedError(answer.error or RequestError("internal", "the engine gave no answer"))
         return answer.probe
 
+    async def load_adapter(
+        self, name: str, path: str, *, replaces: bool = False, digest: str | None = None, timeout_s: float
+    ) -> AdapterInfo:
+        """Let requests ask the engine for the LoRA adapter at `path` as `name`; see `LoadAdapter`.
+
+        Raises:
+            EngineUnavailableError: as `stats`. What was asked may happen all the same.
+            RequestRefusedError: the `reason` and `param` of its error are those of `AdapterAnswer`.
+        """
+        return await self._change_adapter(
+            lambda call_id: LoadAdapter(call_id, name, path, replaces, digest), timeout_s=timeout_s
+        )
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> AdapterInfo:
+        """Let no further request ask the engine for the LoRA adapter `name`. Raises as `load_adapter`."""
+        return await self._change_adapter(lambda call_id: UnloadAdapter(call_id, name), timeout_s=timeout_s)
+
+    async def _change_adapter(
+        self, make: Callable[[int], LoadAdapter | UnloadAdapter], *, timeout_s: float
+    ) -> AdapterInfo:
+        answer: AdapterAnswer = await self._calls.call(lambda call_id: self._ask(make(call_id)), timeout_s)
+        if answer.adapter is None:
+            raise RequestRefusedError(answer.error or RequestError("internal", "the engine gave no answer"))
+        return answer.adapter
+
     def _ask(self, message: FrontendMessage) -> None:
         if not self.is_connected or self._session is None:
             raise EngineUnavailableError(self.down_reason)
@@ -333,7 +372,7 @@ class EngineClient:
         if epoch != session.epoch or not epoch:
             begins = epoch and not session.epoch
             if begins and isinstance(message, Welcome) and message.hello_sequence == session.hello_sequence:
-                self._welcome(session, epoch, sequence, message.capabilities)
+                self._welcome(session, epoch, sequence, message)
             else:
                 self.drops.add("stale_epoch", f"message of epoch {epoch}, the session's is {session.epoch}")
             return
@@ -352,8 +391,10 @@ class EngineClient:
             self._calls.answer(message.call_id, EngineSnapshot(epoch, message.stats, message.dropped_messages))
         elif isinstance(message, PrefixCacheWasReset):
             self._calls.answer(message.call_id, message.result)
-        elif isinstance(message, CacheProbed):
+        elif isinstance(message, CacheProbed | AdapterAnswer):
             self._calls.answer(message.call_id, message)
+        elif isinstance(message, Adapters):
+            self._learn_adapters(message.adapters, "changed")
         elif isinstance(message, Heartbeat):
             self.num_other_requests = message.num_other_requests
             if message.is_draining and self.state == "ready":
@@ -383,11 +424,19 @@ class EngineClient:
             self.num_in_flight,
         )
 
-    def _welcome(self, session: EngineSession, epoch: int, sequence: int, capabilities: EngineCapabilities) -> None:
+    def _learn_adapters(self, adapters: list[AdapterInfo], occasion: Occasion) -> None:
+        before, self.loaded_adapters = self.loaded_adapters, {adapter.name: adapter for adapter in adapters}
+        self.on_adapters(self, before, occasion)
+
+    def _welcome(self, session: EngineSession, epoch: int, sequence: int, welcome: Welcome) -> None:
+        capabilities = welcome.capabilities
         if (reason := self._why_unwanted(capabilities)) is not None:
             raise _SessionEndedError(f"not the engine that is wanted: {reason}", telling=True)
         session.epoch = epoch
-        self.num_restarts += self._known_epoch not in (None, epoch)
+        occasion: Occasion = "found_again"
+        if self._known_epoch != epoch:
+            occasion = "first" if self._known_epoch is None else "restarted"
+        self.num_restarts += occasion == "restarted"
         self._known_epoch = epoch
         session.expected = sequence + 1
         session.last_heard_s = time.monotonic()
@@ -402,3 +451,10 @@ class EngineClient:
             epoch,
             capabilities.model,
         )
+        self._learn_adapters(welcome.adapters, occasion)
+
+
+def capabilities_of(engine: EngineClient) -> EngineCapabilities:
+    """Those of an engine that has answered."""
+    assert engine.capabilities is not None
+    return engine.capabilities

@@ -15,12 +15,13 @@ from typing import Literal, Self
 from engine_core import tokenizer_digest
 from ipc.curve import FrontendKeys
 from ipc.key_files import load_key_pair, load_public_key
-from ipc.messages import EngineCapabilities, EngineRequest, RequestOutput
+from ipc.messages import EngineCapabilities, EngineRequest, RequestError, RequestOutput
 
-from .engine_client import EngineClient
+from .engine_client import EngineClient, capabilities_of
 from .engine_errors import EngineUnavailableError, RequestRefusedError
 from .feature_supply import FeatureSource
 from .http_config import HttpConfig
+from .pooled_adapters import PooledAdapters
 from .request_stream import RequestStream
 
 
@@ -30,10 +31,12 @@ class EnginePool:
     Attributes:
         engines: in the order in which they were named. Of equally busy ones the first is chosen: it is the one whose
             cache knows more.
+        adapters: LoRA adapters, which an engine must have to be chosen for requests that ask for them.
     """
 
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.engines = engines
+        self.adapters = PooledAdapters(engines)
 
     @property
     def state(self) -> Literal["connecting", "ready", "draining", "down"]:
@@ -69,6 +72,7 @@ class EnginePool:
 
     async def close(self) -> None:
         """Say goodbye, fail what is in flight and release the sockets. Idempotent."""
+        await self.adapters.close()
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def wait_ready(self) -> None:
@@ -87,12 +91,12 @@ class EnginePool:
         `features` has the inputs of its `mm_features`, whichever engine wants them.
 
         Raises:
-            EngineUnavailableError: no engine is ready.
-            RequestRefusedError: as `EngineClient.submit`.
+            EngineUnavailableError: no engine is ready, or none that is has the request's adapter.
+            RequestRefusedError: as `EngineClient.submit`, or there is no such adapter any more.
         """
         engine = self._choose(request, self.engines)
         if engine is None:
-            raise EngineUnavailableError(self.down_reason)
+            raise self._why_none(request.adapter)
         return PooledStream(self, request, features, engine, engine.submit(request, features))
 
     def submit_elsewhere(
@@ -107,9 +111,15 @@ class EnginePool:
         except (EngineUnavailableError, RequestRefusedError):
             return None
 
-    @staticmethod
-    def _choose(request: EngineRequest, engines: Sequence[EngineClient]) -> EngineClient | None:
-        ready = [engine for engine in engines if engine.state == "ready"]
+    def _why_none(self, adapter: str) -> EngineUnavailableError | RequestRefusedError:
+        if self.state != "ready":
+            return EngineUnavailableError(self.down_reason)
+        if adapter in self.adapters.by_name:
+            return EngineUnavailableError(f"no engine that is ready has the adapter '{adapter}' now")
+        return RequestRefusedError(RequestError("invalid", f"adapter: there is no '{adapter}' any more", "adapter"))
+
+    def _choose(self, request: EngineRequest, engines: Sequence[EngineClient]) -> EngineClient | None:
+        ready = [engine for engine in engines if engine.state == "ready" and self.adapters.has(engine, request.adapter)]
         num_tokens = len(request.prompt_token_ids) + (request.sampling_params.max_tokens or 1)
         # Where it fits nowhere, the engine cuts it at its limit, which then should be the highest.
         enough = min(num_tokens, max((capabilities_of(engine).max_model_len for engine in ready), default=0))
@@ -231,12 +241,6 @@ def open_engines(config: HttpConfig) -> EnginePool:
             )
         )
     return EnginePool(engines)
-
-
-def capabilities_of(engine: EngineClient) -> EngineCapabilities:
-    """Those of an engine that has answered."""
-    assert engine.capabilities is not None
-    return engine.capabilities
 
 
 def reason_for_clients(engine: EngineClient | EnginePool) -> str | None:

@@ -38,6 +38,11 @@ def invalid_request(message: str, param: str | None, code: str | None = None) ->
     return ApiError(400, message, kind="invalid_request_error", param=param, code=code)
 
 
+def model_not_found(message: str) -> ApiError:
+    """404: nothing is served under the name that the request asks for."""
+    return ApiError(404, message, kind="invalid_request_error", param="model", code="model_not_found")
+
+
 def not_supported(param: str, what: str) -> ApiError:
     """400: the request is right, but asks for something this server does not do."""
     return invalid_request(f"{what} is not supported yet", param, "unsupported_parameter")

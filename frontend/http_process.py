@@ -73,7 +73,7 @@ async def serve(
         new_detokenizer=detokenizer_factory(tokenizer.backend),
         new_detokenizer_of_calls=detokenizer_factory(tokenizer.backend, spelled_out=TAGS),
         token_bytes=token_bytes_of(tokenizer.backend),
-        model=ServedModel(config.model_names, int(time.time())),
+        model=ServedModel(config.model_names, int(time.time()), client.adapters.by_name),
         metrics=Metrics(
             client.engines, config.model_names[0], prompts.tokenization, None if pictures is None else pictures.stats
         ),

@@ -24,8 +24,8 @@ class PreparedRequest:
     `tools` are those whose calls are looked for in the output. `logprobs` and `prompt_logprobs` say how many likeliest
     tokens to show, if any. `prompt_texts` are to be echoed; empty if they are not. `scores_only`: no output was asked
     for; the engine makes one token nevertheless, which is neither shown nor counted. `read_prefix_cache`,
-    `write_prefix_cache` and `tenant` are as in `EngineRequest`. `received_s`: when work on it began, on the clock of
-    `time.monotonic`.
+    `write_prefix_cache`, `tenant` and `adapter` are as in `EngineRequest`. `received_s`: when work on it began, on the
+    clock of `time.monotonic`.
     """
 
     model_name: str
@@ -44,6 +44,7 @@ class PreparedRequest:
     read_prefix_cache: bool = True
     write_prefix_cache: bool = True
     tenant: str = ""
+    adapter: str = ""
     received_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -127,6 +128,7 @@ def engine_requests(prepared: PreparedRequest, answer_id: str) -> list[EngineReq
             write_prefix_cache=prepared.write_prefix_cache,
             keep=prompt.keep,
             tenant=prepared.tenant,
+            adapter=prepared.adapter,
         )
         for index, prompt in enumerate(prepared.prompts)
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ipc.messages import RequestError
 
 from .engine_errors import EngineUnavailableError, RequestRefusedError
-from .errors import ApiError, internal_error, invalid_request, overloaded, shutting_down, unavailable
+from .errors import ApiError, internal_error, invalid_request, model_not_found, overloaded, shutting_down, unavailable
 from .metrics.families import REJECTION_REASONS
 from .output_limits import context_limit
 from .prompt.errors import PromptError, PromptTooLongError
@@ -73,6 +73,9 @@ def _refused(error: RequestError, names: FieldNames) -> ApiError:
         return overloaded(error.message, math.ceil(error.retry_after_s or 1))
     if error.code == "internal":
         return internal_error(error.message)
+    if error.param == "adapter":
+        # It was unloaded while the request was on its way.
+        return model_not_found(error.message)
     pictures = {f"mm_features[{k}]": name for k, name in enumerate(names.pictures())}
     if error.param in pictures:
         return _renamed(error.message, error.param, pictures[error.param])

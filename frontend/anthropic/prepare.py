@@ -62,8 +62,9 @@ async def _prepare(serving: Serving, request: MessagesRequest, asked: AskedChat,
     )
     if not prompt.token_ids:
         raise invalid_request("the messages make a prompt of 0 tokens", "messages")
+    model_name = serving.model.check(request.model)
     return PreparedRequest(
-        model_name=serving.model.check(request.model),
+        model_name=model_name,
         prompts=(isolated(with_kept(prompt, options, asked.breakpoints), salts),),
         sampling_params=SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
@@ -85,6 +86,7 @@ async def _prepare(serving: Serving, request: MessagesRequest, asked: AskedChat,
         read_prefix_cache=options.read is not False,
         write_prefix_cache=options.write is not False,
         tenant=isolation.tenant,
+        adapter=serving.model.adapter_of(model_name),
     )
 
 

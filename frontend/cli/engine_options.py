@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from engine_core import EngineConfig
@@ -20,6 +21,7 @@ from engine_core.config import (
 from ipc.kv_events import KVEventFormat
 
 from .kv_events import published_kv_events
+from .lora_options import lora_modules, lora_root
 from .options import A_DAY_S, counts, option, size, takes_settings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -27,6 +29,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 _ENGINE = EngineConfig()
 _MODEL, _MEMORY, _SCHEDULER, _CACHE = "Model", "KV cache memory", "Scheduler", "Prefix cache"
 _ADMISSION, _PICTURES, _EVENTS = "Admission", "Pictures in the engine", "KV cache events"
+_LORA = "LoRA"
 
 
 def _engine_options(
@@ -248,6 +251,35 @@ def _engine_options(
     kv_events_hashes: Annotated[
         KVEventHashes, option(_EVENTS, "Call blocks by 8 bytes of their hashes, as numbers, or by all bytes.")
     ] = _ENGINE.kv_events_hashes,
+    enable_lora: Annotated[
+        bool, option(_LORA, "Let requests ask for LoRA adapters, by their names as `model`.", "--enable-lora")
+    ] = _ENGINE.enable_lora,
+    max_loras: Annotated[int, option(_LORA, "Most different adapters in one step.", min=1)] = _ENGINE.max_loras,
+    max_lora_rank: Annotated[int, option(_LORA, "Largest rank of an adapter.", min=1)] = _ENGINE.max_lora_rank,
+    max_cpu_loras: Annotated[
+        int, option(_LORA, "Most adapters that are loaded; all stay in memory.", min=1)
+    ] = _ENGINE.max_cpu_loras,
+    lora_modules: Annotated[
+        list[str] | None,
+        option(
+            _LORA,
+            'Adapters to load at start: NAME=PATH, or {"name": NAME, "path": PATH}. Several may follow each other, or'
+            " repeat the option.",
+            callback=lora_modules,
+            metavar="NAME=PATH",
+        ),
+    ] = None,
+    lora_root: Annotated[
+        Path | None,
+        option(
+            _LORA,
+            "Adapters below this directory may be loaded over HTTP (/v1/load_lora_adapter). Default: none.",
+            callback=lora_root,
+            file_okay=False,
+            exists=True,
+            metavar="DIR",
+        ),
+    ] = None,
 ) -> None:
     """Only its signature is used. Each name is a field of `EngineConfig`."""
 

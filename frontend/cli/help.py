@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -11,6 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
+
+from .lora_options import flag_repeated
 
 _MAX_WIDTH_COLUMNS = 100
 _INDENT_COLUMNS = 4
@@ -35,6 +38,10 @@ class PanelledCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _print_help(self, ctx, panels=[])
+
+    def parse_args(self, ctx: Any, args: Sequence[str]) -> list[str]:
+        # No option of its library's takes several values.
+        return super().parse_args(ctx, [*flag_repeated(args)])
 
 
 class PanelledGroup(TyperGroup):

@@ -28,6 +28,7 @@ from ipc.threads import WORKER_THREADS
 from .attach import engine_addresses, refuse_attached_only, refuse_engine_options
 from .engine_options import takes_engine_options
 from .log_options import LogFormatOption, LogLevelOption
+from .lora_options import check_lora
 from .options import A_DAY_S, fail, option, size
 from .picture_options import picture_config, takes_picture_options
 from .start import begin, find_model, own_names, patience
@@ -41,6 +42,7 @@ foreword serve path/to/model --max-model-len 4096
 foreword serve model.gguf --port 9000 --kv-cache-memory-bytes 2GiB
 foreword serve path/to/model --served-model-name mine --dtype float32
 foreword serve path/to/model --limit-mm-per-prompt image=4 --allowed-media-domains example.org
+foreword serve path/to/model --enable-lora --lora-modules mine=path/to/adapter
 foreword serve path/to/model --engine ipc:///run/foreword/engine
 """
 
@@ -99,7 +101,8 @@ def serve(
         list[str] | None,
         option(
             _HTTP,
-            "Key without which nobody resets the prefix cache of all; it opens everything else, too. Better set"
+            "Key without which nobody resets the prefix cache of all, or loads and unloads LoRA adapters; it opens"
+            " everything else, too. Better set"
             f" {ADMIN_API_KEY_ENV}. Default: all clients may, but with --cache-isolation api-key none.",
             callback=_check_api_keys,
             metavar="KEY",
@@ -169,6 +172,7 @@ def serve(
         addresses = ()
     resolved = find_model(model)
     names = tuple(served_model_name or own_names(model, resolved))
+    check_lora(engine_settings, names)
     config = HttpConfig(
         engines=addresses,
         engine_model_names=tuple(dict.fromkeys((resolved.name, *names))),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
-from frontend.engine_pool import reason_for_clients
+from frontend.engine_pool import EnginePool, reason_for_clients
 from ipc.messages import CacheProbe, EngineRequest
 
 # A step of any length comes first; whoever asks should hear something before proxies give up.
@@ -25,24 +25,36 @@ class EngineProbe:
 
 
 async def ask_engines(
-    engines: Sequence[EngineClient], request: EngineRequest, *, explain: bool = False, relative_end: int = 0
+    pool: EnginePool,
+    request: EngineRequest,
+    *,
+    engine: int | None = None,
+    explain: bool = False,
+    relative_end: int = 0,
 ) -> list[EngineProbe]:
-    """What each of them said, in their order.
+    """What each of them said, in their order; or only the one with the index `engine`.
 
     Raises:
         EngineUnavailableError: none is there, or none answered in time.
         RequestRefusedError: the request can run on none of those that are there.
     """
-    probes = await asyncio.gather(*(_ask(engine, request, explain, relative_end) for engine in engines))
+    asked = [each for each in pool.engines if engine in (None, each.index)]
+    probes = await asyncio.gather(*(_ask(pool, each, request, explain, relative_end) for each in asked))
     errors = [probe.error for probe in probes if probe.error is not None]
     if len(errors) == len(probes):
         raise next((error for error in errors if isinstance(error, RequestRefusedError)), errors[0])
     return probes
 
 
-async def _ask(engine: EngineClient, request: EngineRequest, explain: bool, relative_end: int) -> EngineProbe:
+async def _ask(
+    pool: EnginePool, engine: EngineClient, request: EngineRequest, explain: bool, relative_end: int
+) -> EngineProbe:
     if not engine.is_connected:
         return EngineProbe(engine.index, error=EngineUnavailableError(reason_for_clients(engine)))
+    if not pool.adapters.has(engine, request.adapter):
+        return EngineProbe(
+            engine.index, error=EngineUnavailableError(f"it does not have the adapter '{request.adapter}' now")
+        )
     try:
         probe = await engine.probe_cache(request, explain=explain, relative_end=relative_end, timeout_s=_TIMEOUT_S)
     except (EngineUnavailableError, RequestRefusedError) as error:

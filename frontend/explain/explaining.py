@@ -40,7 +40,7 @@ async def probe(serving: Serving, prepared: PreparedRequest) -> ProbeAnswer:
     Raises EngineUnavailableError and RequestRefusedError as `ask_engines`.
     """
     [request] = engine_requests(prepared, "probe")
-    probes = await ask_engines(serving.client.engines, request)
+    probes = await ask_engines(serving.client, request)
     engine, best = best_of(probes)
     return ProbeAnswer(
         model=prepared.model_name,
@@ -66,7 +66,7 @@ async def explain(
     Raises EngineUnavailableError and RequestRefusedError as `ask_engines`.
     """
     [request] = engine_requests(prepared, "explain")
-    probes = await ask_engines(serving.client.engines, request, explain=True)
+    probes = await ask_engines(serving.client, request, explain=True)
     engine, best = best_of(probes)
     found = best.explanation
     assert found is not None
@@ -144,10 +144,7 @@ async def _parting(
         return parting
     # Once more, for all of the relative's tools. If it is another one by now, nothing can be said of their order.
     [again] = await ask_engines(
-        [each for each in serving.client.engines if each.index == engine],
-        request,
-        explain=True,
-        relative_end=tools.end + _TOOLS_SLACK_TOKENS,
+        serving.client, request, engine=engine, explain=True, relative_end=tools.end + _TOOLS_SLACK_TOKENS
     )
     later = None if again.probe is None else again.probe.explanation
     theirs: list[int] = []
@@ -183,7 +180,7 @@ async def _hit_if_read(serving: Serving, request: EngineRequest, best: CacheProb
 async def _hit_of(serving: Serving, request: EngineRequest) -> int | None:
     """Of the engine that has most; None if there is none any more."""
     try:
-        _, best = best_of(await ask_engines(serving.client.engines, request))
+        _, best = best_of(await ask_engines(serving.client, request))
     except (EngineUnavailableError, RequestRefusedError):
         return None
     return best.num_hit_tokens

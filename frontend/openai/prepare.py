@@ -135,6 +135,7 @@ async def _prepare_fields(
         read_prefix_cache=cache.read is not False,
         write_prefix_cache=cache.write is not False,
         tenant=isolation.tenant,
+        adapter=serving.model.adapter_of(model_name),
     )
 
 

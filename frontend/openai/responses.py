@@ -176,11 +176,15 @@ class Completion(Struct):
 
 
 class ModelCard(Struct):
+    """A LoRA adapter has the model it changes as `parent` and the directory it was read from as `root`."""
+
     id: str
     created: int
     max_model_len: int | None
     object: Literal["model"] = "model"
     owned_by: str = "foreword"
+    root: str | UnsetType = UNSET
+    parent: str | UnsetType = UNSET
 
 
 class ModelList(Struct):

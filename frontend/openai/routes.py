@@ -76,7 +76,7 @@ def openai_routes(serving: Serving) -> list[HTTPRouteHandler]:
 
     @get("/v1/models")
     async def models() -> ASGIResponse:
-        return _json(ModelList([_card(serving, name) for name in serving.model.names]))
+        return _json(ModelList([_card(serving, name) for name in serving.model.served_names]))
 
     @get("/v1/models/{model_id:path}")
     async def model(request: Request) -> ASGIResponse:
@@ -107,8 +107,12 @@ async def _respond(serving: Serving, request: Request, asked: R, endpoint: _Endp
 
 
 def _card(serving: Serving, name: str) -> ModelCard:
-    capabilities = serving.client.capabilities
-    return ModelCard(name, serving.model.created_s, capabilities.max_model_len if capabilities else None)
+    model, capabilities = serving.model, serving.client.capabilities
+    max_model_len = capabilities.max_model_len if capabilities else None
+    if not model.adapter_of(name):
+        return ModelCard(name, model.created_s, max_model_len)
+    adapter = model.adapters[name]
+    return ModelCard(name, int(adapter.loaded_s), max_model_len, root=adapter.path, parent=model.names[0])
 
 
 def _json(value: msgspec.Struct) -> ASGIResponse:

@@ -42,7 +42,7 @@ def live_app(
         new_detokenizer=detokenizer_factory(tokenizer.backend),
         new_detokenizer_of_calls=detokenizer_factory(tokenizer.backend, spelled_out=TAGS),
         token_bytes=token_bytes_of(tokenizer.backend),
-        model=ServedModel(MODEL_NAMES, 1),
+        model=ServedModel(MODEL_NAMES, 1, engine.adapters.by_name),
         metrics=Metrics([engine], MODEL_NAMES[0], prompts.tokenization, None if pictures is None else pictures.stats),
         isolation=isolation,
     )

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from frontend.engine_calls import EngineSnapshot
 from frontend.engine_errors import EngineUnavailableError
 from frontend.feature_supply import FeatureSource
-from ipc.messages import EngineCapabilities, EngineRequest, RequestOutput, TokenLogprob
+from frontend.pooled_adapters import PooledAdapters
+from ipc.messages import AdapterInfo, EngineCapabilities, EngineRequest, RequestOutput, TokenLogprob
 from ipc.stats import PrefixCacheReset
 
 Script = Callable[[EngineRequest], AsyncGenerator[RequestOutput]]
@@ -55,6 +56,9 @@ class ScriptedEngine:
         self.reset_result = PrefixCacheReset(0)
         self.num_features_supplied = 0
         self.num_feature_bytes_supplied = 0
+        self.loaded_adapters: dict[str, AdapterInfo] = {}
+        self.on_adapters: Any = None
+        self.adapters = PooledAdapters([self])  # type: ignore[list-item]
 
     @property
     def is_connected(self) -> bool:
