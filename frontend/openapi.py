@@ -34,6 +34,7 @@ from frontend.openai.responses import (
     Tokenized,
 )
 
+from .adapter_routes import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
 from .cache_header import CACHE_HEADER
 from .cache_routes import ResetAnswer, ResetRequest
 from .explain.answers import ExplainAnswer, ProbeAnswer
@@ -80,6 +81,8 @@ def openapi_document() -> dict[str, Any]:
         Version,
         ResetRequest,
         ResetAnswer,
+        LoadLoraAdapterRequest,
+        UnloadLoraAdapterRequest,
         ProbeAnswer,
         ExplainAnswer,
         ErrorBody,
@@ -151,7 +154,9 @@ def openapi_document() -> dict[str, Any]:
                     "ExplainAnswer",
                 )
             },
-            "/v1/models": {"get": _get("OpenAI API", "List the served names", {200: "ModelList"})},
+            "/v1/models": {
+                "get": _get("OpenAI API", "List the served names, those of adapters too", {200: "ModelList"})
+            },
             "/v1/models/{model_id}": {
                 "get": {
                     **_get("OpenAI API", "Describe one served name", {200: "ModelCard", 404: "ErrorBody"}),
@@ -168,6 +173,7 @@ def openapi_document() -> dict[str, Any]:
                 }
             },
             "/reset_prefix_cache": {"post": _reset()},
+            **_adapter_paths(),
         },
         "components": {
             "schemas": {name: _to_openapi_30(schema) for name, schema in schemas.items()},
@@ -225,7 +231,7 @@ _RESPONSES = {
     400: "The request is wrong: `param` names the field",
     401: "The server has API keys, and the request has none of them",
     403: "Only an admin key may do that",
-    404: "Unknown model",
+    404: "Unknown model, adapter or path",
     413: "The body is too large",
     503: "No engine, or too much to do: try again",
 }
@@ -286,6 +292,32 @@ def _reset() -> dict[str, Any]:
         "requestBody": {"required": False, "content": _json("ResetRequest")},
         "responses": {str(status): _response(status, _json("ResetAnswer")) for status in (200, 503)} | responses,
     }
+
+
+def _adapter_paths() -> dict[str, Any]:
+    load = _adapter_change(
+        "Load a LoRA adapter",
+        "From a directory in PEFT format, below the `--lora-root` of the engine's machine; running requests go on. Then"
+        " `model` may be its name. If one of several engines refuses it, none has it.",
+        LoadLoraAdapterRequest.__name__,
+        {"lora_name": "pirate", "lora_path": "/adapters/pirate"},
+    )
+    unload = _adapter_change(
+        "Unload a LoRA adapter",
+        "Requests that ask for it go on to their end.",
+        UnloadLoraAdapterRequest.__name__,
+        {"lora_name": "pirate"},
+    )
+    return {"/v1/load_lora_adapter": {"post": load}, "/v1/unload_lora_adapter": {"post": unload}}
+
+
+def _adapter_change(summary: str, description: str, request: str, example: dict[str, Any]) -> dict[str, Any]:
+    operation = _post(summary, f"{description} 403: only who has an admin key may.", request, example, request)
+    operation["tags"] = ["Server"]
+    operation["responses"]["200"] = _response(200, {"text/plain": {"schema": {"type": "string"}}})
+    for status in (403, 404, 503):
+        operation["responses"][str(status)] = _response(status, _json("ErrorBody"))
+    return operation
 
 
 def _get(tag: str, summary: str, answers: dict[int, str]) -> dict[str, Any]:

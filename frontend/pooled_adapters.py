@@ -186,5 +186,7 @@ class PooledAdapters:
                     )
                     self._catalog.give_up(engine, repair.name)
                 else:
-                    event = "adapter_restored" if repair.adapter is not None else "adapter_removed"
-                    logger.info("%s engine=%d name=%r", event, engine.index, repair.name)
+                    if repair.adapter is None:
+                        logger.info("adapter_removed engine=%d name=%r", engine.index, repair.name)
+                    else:
+                        logger.info("adapter_restored engine=%d name=%r", engine.index, repair.name)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 import zmq.asyncio
 
 from ipc.codec import Decoder, encode
-from ipc.messages import EngineCapabilities, EngineMessage, FrontendMessage, Heartbeat, Hello, Welcome
+from ipc.messages import AdapterInfo, EngineCapabilities, EngineMessage, FrontendMessage, Heartbeat, Hello, Welcome
 from ipc.sockets import bind_router
 
 MessageT = TypeVar("MessageT")
@@ -34,12 +34,12 @@ class BareEngine:
         sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
         await self.say(*encode(message, epoch, sequence))
 
-    async def welcome(self, epoch: int) -> None:
+    async def welcome(self, epoch: int, adapters: Sequence[AdapterInfo] = ()) -> None:
         """Answer the next hello; what was sent to an earlier session is passed over."""
         _, frames = await self.hear(Hello)
         self.hello_sequence = Decoder[FrontendMessage](FrontendMessage).decode(frames).sequence
         self.next_sequence = 1
-        await self.tell(Welcome(CAPABILITIES, self.hello_sequence), epoch)
+        await self.tell(Welcome(CAPABILITIES, self.hello_sequence, list(adapters)), epoch)
 
     async def hear(self, kind: type[MessageT]) -> tuple[MessageT, list[bytes]]:
         """The next message of this kind, others are passed over, and the frames it came in."""

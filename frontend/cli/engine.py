@@ -14,7 +14,7 @@ from ipc.sockets import check_listenable
 
 from .engine_options import takes_engine_options
 from .log_options import LogFormatOption, LogLevelOption
-from .lora_options import check_lora
+from .lora_options import with_lora
 from .options import A_DAY_S, fail, option
 from .start import begin, find_model, patience
 
@@ -89,9 +89,8 @@ def engine(
         fail(str(error))
     resolved = find_model(model)
     names = {"model": str(resolved.path), "model_name": served_model_name or resolved.name}
-    check_lora(engine_settings, [names["model_name"]])
     child = engine_child(
-        EngineConfig(**engine_settings | names),
+        EngineConfig(**with_lora(engine_settings, [names["model_name"]]) | names),
         endpoint,
         key_files=key_files,
         insecure=insecure,

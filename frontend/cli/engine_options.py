@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from engine_core import EngineConfig
 from engine_core.config import (
@@ -21,7 +21,7 @@ from engine_core.config import (
 from ipc.kv_events import KVEventFormat
 
 from .kv_events import published_kv_events
-from .lora_options import lora_modules, lora_root
+from .lora_options import lora_module, lora_root
 from .options import A_DAY_S, counts, option, size, takes_settings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -260,12 +260,12 @@ def _engine_options(
         int, option(_LORA, "Most adapters that are loaded; all stay in memory.", min=1)
     ] = _ENGINE.max_cpu_loras,
     lora_modules: Annotated[
-        list[str] | None,
+        list[Any] | None,
         option(
             _LORA,
             'Adapters to load at start: NAME=PATH, or {"name": NAME, "path": PATH}. Several may follow each other, or'
             " repeat the option.",
-            callback=lora_modules,
+            parser=lora_module,
             metavar="NAME=PATH",
         ),
     ] = None,

@@ -29,16 +29,10 @@ class _JsonModule(msgspec.Struct, forbid_unknown_fields=True):
     base_model_name: str | None = None
 
 
-def lora_modules(texts: Sequence[str] | None) -> tuple[LoraModule, ...]:
-    """Callback of `--lora-modules`."""
-    modules = tuple(map(_lora_module, texts or ()))
-    for name, times in Counter(module.name for module in modules).items():
-        if times > 1:
-            raise typer.BadParameter(f"there are {times} adapters named '{name}'")
-    return modules
-
-
-def _lora_module(text: str) -> LoraModule:
+def lora_module(text: str | LoraModule) -> LoraModule:
+    """Parser of `--lora-modules`."""
+    if isinstance(text, LoraModule):
+        return text
     if text.lstrip().startswith("{"):
         try:
             given = msgspec.json.decode(text, type=_JsonModule)
@@ -60,9 +54,12 @@ def lora_root(directory: Path | None) -> str | None:
     return None if directory is None else str(directory.expanduser().absolute())
 
 
-def check_lora(engine_settings: dict[str, Any], model_names: Sequence[str]) -> None:
-    """What does not fit together ends the command, before minutes of loading."""
-    modules: Sequence[LoraModule] = engine_settings["lora_modules"]
+def with_lora(engine_settings: dict[str, Any], model_names: Sequence[str]) -> dict[str, Any]:
+    """The settings with the adapters as `EngineConfig` has them.
+
+    What does not fit together ends the command, before minutes of loading.
+    """
+    modules: tuple[LoraModule, ...] = tuple(engine_settings["lora_modules"] or ())
     if not engine_settings["enable_lora"]:
         for flag, value in ((LORA_MODULES_FLAG, modules), ("--lora-root", engine_settings["lora_root"])):
             if value:
@@ -72,6 +69,10 @@ def check_lora(engine_settings: dict[str, Any], model_names: Sequence[str]) -> N
     for module in modules:
         if module.name in model_names:
             fail(f"{LORA_MODULES_FLAG}: '{module.name}' is a name of the model itself")
+    for name, times in Counter(module.name for module in modules).items():
+        if times > 1:
+            fail(f"{LORA_MODULES_FLAG} names {times} adapters '{name}'")
+    return engine_settings | {"lora_modules": modules}
 
 
 def flag_repeated(arguments: Sequence[str]) -> Iterator[str]:

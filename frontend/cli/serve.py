@@ -28,7 +28,7 @@ from ipc.threads import WORKER_THREADS
 from .attach import engine_addresses, refuse_attached_only, refuse_engine_options
 from .engine_options import takes_engine_options
 from .log_options import LogFormatOption, LogLevelOption
-from .lora_options import check_lora
+from .lora_options import with_lora
 from .options import A_DAY_S, fail, option, size
 from .picture_options import picture_config, takes_picture_options
 from .start import begin, find_model, own_names, patience
@@ -172,7 +172,6 @@ def serve(
         addresses = ()
     resolved = find_model(model)
     names = tuple(served_model_name or own_names(model, resolved))
-    check_lora(engine_settings, names)
     config = HttpConfig(
         engines=addresses,
         engine_model_names=tuple(dict.fromkeys((resolved.name, *names))),
@@ -190,7 +189,8 @@ def serve(
     )
     if addresses:
         raise typer.Exit(supervise([_http_child(config, keys)], patience(drain_timeout)))
-    engine_config = EngineConfig(**engine_settings | {"model": str(resolved.path), "model_name": names[0]})
+    found = {"model": str(resolved.path), "model_name": names[0]}
+    engine_config = EngineConfig(**with_lora(engine_settings, names) | found)
     raise typer.Exit(_serve_with_engine(engine_config, config, keys))
 
 

@@ -51,7 +51,16 @@ _COUNTERS = {
     "encoder_cache_hits": ("encoder_cache_hits", "Pictures of those that need not be encoded again."),
     "encoder_cache_evictions": ("encoder_cache_evictions", "Encoded pictures that had to make room."),
     "encoder_calls": ("encoder_calls", "Pictures encoded, also again."),
+    "lora_placements": ("adapter_placements", "How often a LoRA adapter was put into a slot of the device."),
+    "lora_slot_waits": ("adapter_slot_waits", "How often a request began to wait for a slot for its LoRA adapter."),
     "kv_event_batches": ("kv_event_batches", "Batches of KV cache events that were published."),
+}
+# Gauges: family → field
+_LORA = {
+    "lora_adapters": ("num_adapters", "LoRA adapters that are loaded."),
+    "lora_adapter_bytes": ("adapter_bytes", "What their weights weigh in host memory."),
+    "lora_slots": ("adapter_slots", "Slots of the device for LoRA adapters."),
+    "lora_slots_in_use": ("adapter_slots_in_use", "Slots of the device that running requests hold."),
 }
 _MISS_REASONS = tuple(reason for reason in get_args(MissReason) if reason != "none")
 # family and field → what it counts, by which reasons
@@ -202,6 +211,15 @@ class EngineCollector(Collector):
             kept.add_metric(labels, stats.num_kept_blocks if stats else 0)
             encoder.add_metric(labels, _encoder_cache_usage(stats) if stats else 0)
         yield from (up, running, waiting, by_reason, usage, kept, encoder)
+        yield from self._lora()
+
+    def _lora(self) -> Iterator[Metric]:
+        for name, (field, what) in _LORA.items():
+            family = GaugeMetricFamily(PREFIX + name, what, labels=("model_name", "engine"))
+            for engine, totals in zip(self._engines, self._totals, strict=True):
+                stats = totals.latest.stats if engine.is_connected and totals.latest is not None else None
+                family.add_metric(self._labels(engine), getattr(stats, field) if stats else 0)
+            yield family
 
     def _by_reason(self, field: str, what: str, reasons: Sequence[str]) -> Metric:
         family = CounterMetricFamily(PREFIX + field, what, labels=("model_name", "engine", "reason"))

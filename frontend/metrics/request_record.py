@@ -110,10 +110,11 @@ class RequestRecord:
             self._observe_end(self._engine, now_s)
         ttft_s = None if self._first_arrival_s is None else round(self._first_arrival_s - self._received_s, 4)
         logger.info(
-            "request_finished request_id=%s engine=%d finish_reason=%s prompt_tokens=%d cached_tokens=%d"
+            "request_finished request_id=%s engine=%d adapter=%r finish_reason=%s prompt_tokens=%d cached_tokens=%d"
             " output_tokens=%d ttft_s=%s e2e_s=%.4f",
             self._request.request_id,
             self._stream.engine_index,
+            self._request.adapter,
             reason,
             len(self._request.prompt_token_ids),
             self._num_cached_tokens,
