@@ -32,7 +32,10 @@ def explanation_of(answer: ExplainAnswer, place: Place | None, *, is_chat: bool)
         case "image":
             return f"{found}. Picture {answer.image} ({where}) is another one than in the longest cached relative."
         case "lora":
-            return f"{found}. The same tokens are cached for another LoRA adapter, or for none, {on}."
+            return (
+                f"{found} for '{answer.model}'. The same tokens are cached for another LoRA adapter, or for the model"
+                f" without one, {on}."
+            )
         case "extra_key":
             return f"{found}. The same tokens are cached under another extra key, {on}."
         case "salt":

@@ -261,3 +261,19 @@ def test_the_documentation_knows_them(served: Served) -> None:
         operation = document["paths"][path]["post"]
         assert set(operation["responses"]) >= {"200", "400", "401", "403", "404", "503"}
         assert "text/plain" in operation["responses"]["200"]["content"]
+
+
+def test_metrics_do_not_grow_with_names_that_come_and_go(served: Served) -> None:
+    def num_samples() -> int:
+        lines = served.http.get("/metrics").text.splitlines()
+        assert not any("passing" in line for line in lines)
+        return sum(not line.startswith("#") for line in lines)
+
+    served.http.post("/v1/completions", json=COMPLETION | {"model": "a"}).raise_for_status()
+    before = num_samples()
+    for n in range(20):
+        name = f"passing-{n}"
+        served.load(name).raise_for_status()
+        served.http.post("/v1/completions", json=COMPLETION | {"model": name}).raise_for_status()
+        served.unload(name).raise_for_status()
+    assert num_samples() == before
