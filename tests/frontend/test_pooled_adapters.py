@@ -94,6 +94,20 @@ class TestLoading:
         assert isinstance(results[1], RequestRefusedError) and results[1].error.reason == "name_taken"
         assert {engine.loaded_adapters["a"].digest for engine in engines.engines} == {"d1"}
 
+    async def test_a_name_is_free_again_when_whoever_was_first_is_refused(self) -> None:
+        engines = Engines()
+        engines.engines[1].files = {"/adapters/b": "d9"}
+        engines.engines[1].gate.clear()
+        first = asyncio.create_task(engines.adapters.load("a", PATH, replaces=False))
+        await asyncio.sleep(0.01)
+        second = asyncio.create_task(engines.adapters.load("a", "/adapters/b", replaces=False))
+        await asyncio.sleep(0.01)
+        engines.engines[1].gate.set()
+        with pytest.raises(RequestRefusedError):
+            await first
+        assert (await second).digest == "d9"
+        assert engines.serving("a") == [0, 1]
+
     async def test_an_engine_without_lora_is_not_asked(self) -> None:
         engines = Engines()
         engines.engines[0].capabilities = AdapterEngine({}, max_loras=0).capabilities
@@ -139,6 +153,16 @@ class TestUnloading:
             await engines.adapters.unload("a")
         assert caught.value.error.reason == "unknown_adapter"
 
+    async def test_what_only_an_engine_has_that_is_away_is_unloaded_when_it_is_back(self) -> None:
+        engines = Engines()
+        engines.engines[1].tell("changed", adapter("a", "d1"))
+        engines.engines[1].lose()
+        await engines.adapters.unload("a")
+        assert not engines.adapters.by_name
+        engines.engines[1].tell("found_again", adapter("a", "d1"))
+        await engines.repaired()
+        assert not engines.engines[1].loaded_adapters and not engines.adapters.by_name
+
     async def test_an_engine_that_was_away_follows(self) -> None:
         engines = Engines()
         away = engines.engines[1]
@@ -168,6 +192,15 @@ class TestWhatSomebodyElseAskedFor:
         assert not engines.adapters.by_name
         await engines.repaired()
         assert engines.take_asked() == [[], []]
+
+    async def test_in_one_engine_is_not_carried_to_the_others(self) -> None:
+        """Whoever asked for it tells them, too, or does not want it there."""
+        engines = Engines()
+        engines.engines[0].tell("changed", adapter("a", "d1"))
+        engines.engines[1].tell("changed", adapter("b", "d9"))
+        await engines.repaired()
+        assert engines.take_asked() == [[], []]
+        assert (engines.serving("a"), engines.serving("b")) == ([0], [1])
 
     async def test_is_followed_when_it_happened_out_of_sight(self) -> None:
         engines = Engines(1)
