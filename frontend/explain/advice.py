@@ -32,9 +32,11 @@ def explanation_of(answer: ExplainAnswer, place: Place | None, *, is_chat: bool)
         case "image":
             return f"{found}. Picture {answer.image} ({where}) is another one than in the longest cached relative."
         case "lora":
+            if answer.other_model is None:
+                return f"{found}. The same tokens are cached for another LoRA adapter, or for none, {on}."
             return (
-                f"{found} for '{answer.model}'. The same tokens are cached for another LoRA adapter, or for the model"
-                f" without one, {on}."
+                f"{found} for '{answer.model}'; for '{answer.other_model}' {answer.other_model_hit_tokens} are, which"
+                " were computed with other weights."
             )
         case "extra_key":
             return f"{found}. The same tokens are cached under another extra key, {on}."

@@ -103,6 +103,11 @@ class ExplainAnswer(Struct, kw_only=True):
     unsalted_hit_tokens: Annotated[
         int | None, Meta(description="How much would be found without `cache_salt`, where that is more.")
     ] = None
+    other_model: Annotated[
+        str | None,
+        Meta(description="The served name under which more of the prompt is cached, with `lora`."),
+    ] = None
+    other_model_hit_tokens: Annotated[int | None, Meta(description="How much would be found under that name.")] = None
     readable_hit_tokens: Annotated[
         int | None, Meta(description="How much would be found if the request read the cache, where it does not.")
     ] = None

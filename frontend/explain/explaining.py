@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ from .component import Parting, component_of
 from .place_search import FindPlaces, place_of, tools_range
 
 NUM_TOKENS_AROUND = 20
+# Under so many other names it is tried whether more of a prompt is cached.
+_MAX_OTHER_MODELS = 16
 # The relative's tools may take some tokens more than the request's.
 _TOOLS_SLACK_TOKENS = 64
 
@@ -79,8 +82,14 @@ async def explain(
     component = component_of(best, parting)
     # A few tokens, those that every prompt begins with, are no reason.
     num_lacking = 0 if unsalted is None else unsalted - best.num_hit_tokens
-    if best.miss_reason in {"not_found", "continued"} and num_lacking >= serving.capabilities().block_size:
+    goes_on_nowhere = best.miss_reason in {"not_found", "continued"}
+    other_model, other_hit = None, None
+    if goes_on_nowhere and num_lacking >= serving.capabilities().block_size:
         component = "salt"
+    elif goes_on_nowhere:
+        name, hit = await _most_under_another_name(serving, request)
+        if hit - best.num_hit_tokens >= serving.capabilities().block_size:
+            component, other_model, other_hit = "lora", name, hit
     image = _image_at(request.mm_features, found.token_index) if component == "image" else None
     answer = ExplainAnswer(
         model=prepared.model_name,
@@ -95,6 +104,8 @@ async def explain(
         image=image,
         lost_at=found.lost_since_s,
         unsalted_hit_tokens=unsalted,
+        other_model=other_model,
+        other_model_hit_tokens=other_hit,
         readable_hit_tokens=await _hit_if_read(serving, request, best),
         explanation="",
         advice="",
@@ -168,6 +179,18 @@ async def _hit_without_salt(serving: Serving, request: EngineRequest, best: Cach
     spans = tuple(span for span in request.extra_key_spans if span not in salts)
     probe = await _hit_of(serving, msgspec.structs.replace(request, extra_key_spans=spans))
     return probe if probe is not None and probe > best.num_hit_tokens else None
+
+
+async def _most_under_another_name(serving: Serving, request: EngineRequest) -> tuple[str, int]:
+    """Where more would be found if the request asked for another adapter, or for none; it is not told whose that is,
+    beyond what the request's own salts let it find.
+    """
+    adapters = [name for name in ("", *serving.model.adapters) if name != request.adapter][:_MAX_OTHER_MODELS]
+    hits = await asyncio.gather(
+        *(_hit_of(serving, msgspec.structs.replace(request, adapter=name)) for name in adapters)
+    )
+    found = [(name or serving.model.names[0], hit) for name, hit in zip(adapters, hits, strict=True) if hit is not None]
+    return max(found, key=lambda item: item[1], default=("", 0))
 
 
 async def _hit_if_read(serving: Serving, request: EngineRequest, best: CacheProbe) -> int | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from frontend.http_config import EngineAddress, HttpConfig
 from frontend.metrics.families import RequestFamilies
 from frontend.metrics.request_record import RequestRecord
 from ipc.messages import EngineRequest, SamplingParams
+from tests.fake_adapters import write_fake_adapter
 from tests.fake_runner import FakeRunner, continuation
 from tests.wire_peers import is_idle, request, running_server, start_engine, wait_until
 
@@ -53,8 +55,11 @@ class Engines:
         self.num_started = 0
         self.servers: list[EngineCoreServer] = []
 
-    def start(self, *, num_blocks: int = 4096, step_s: float = STEP_S, **settings: int) -> EngineCoreServer:
-        engine = EngineCore(EngineConfig(**settings), FakeRunner(num_blocks=num_blocks, step_s=step_s))
+    def start(
+        self, *, num_blocks: int = 4096, step_s: float = STEP_S, num_adapter_slots: int = 0, **settings: Any
+    ) -> EngineCoreServer:
+        runner = FakeRunner(num_blocks=num_blocks, step_s=step_s, num_adapter_slots=num_adapter_slots)
+        engine = EngineCore(EngineConfig(**settings), runner)
         server = self._stack.enter_context(running_server(self._next_endpoint(), engine=engine))
         self.servers.append(server)
         return server
@@ -282,6 +287,92 @@ async def test_one_continuation_can_be_ended(engines: Engines) -> None:
                 if len(tokens[0]) >= 3:
                     stream.abort_continuation(0)
         assert len(tokens[0]) < 50 and tokens[1] == continuation([5], 50)
+
+
+class TestAdapters:
+    """A request goes where its adapter is."""
+
+    @staticmethod
+    def start(engines: Engines, root: Path, number: int = 2) -> None:
+        for name in ("one", "two"):
+            write_fake_adapter(root / name, name)
+        for _ in range(number):
+            engines.start(num_adapter_slots=2, enable_lora=True, max_loras=2, lora_root=str(root))
+
+    @staticmethod
+    def asked(request_id: str, adapter: str, prompt: list[int], max_tokens: int = 10) -> EngineRequest:
+        return msgspec.structs.replace(request(request_id, prompt, max_tokens), adapter=adapter)
+
+    async def test_all_engines_compute_with_what_was_loaded(self, engines: Engines, tmp_path: Path) -> None:
+        self.start(engines, tmp_path)
+        async with engines.pool() as pool:
+            await pool.adapters.load("a", "one", replaces=False)
+            asked = [self.asked(f"r{n}", "a" if n % 2 else "", [n + 1] * 20) for n in range(8)]
+            outputs = await asyncio.gather(*(complete(pool, each) for each in asked))
+            assert outputs == [continuation([n + 1] * 20, 10, "one" if n % 2 else None) for n in range(8)]
+            assert all(server.engine.stats().generated_tokens == 40 for server in engines.servers)
+            await pool.adapters.unload("a")
+
+    async def test_only_engines_that_have_it_are_chosen(self, engines: Engines, tmp_path: Path) -> None:
+        self.start(engines, tmp_path)
+        async with engines.pool() as pool:
+            engines.servers[1].engine.load_adapter("a", tmp_path / "one")
+            engines.servers[0].engine.load_adapter("b", tmp_path / "one")
+            async with engines.pool() as later:
+                # Found there when it came.
+                outputs = await asyncio.gather(*(complete(later, self.asked(f"r{n}", "a", [5])) for n in range(4)))
+                assert outputs == [continuation([5], 10, "one")] * 4
+                assert [server.engine.stats().generated_tokens for server in engines.servers] == [0, 40]
+                later.engines[1].state = "draining"
+                with pytest.raises(EngineUnavailableError, match="no engine that is ready has the adapter 'a' now"):
+                    later.submit(self.asked("r", "a", [5]))
+                with pytest.raises(RequestRefusedError, match="there is no 'c' any more") as caught:
+                    later.submit(self.asked("r", "c", [5]))
+                assert caught.value.error.param == "adapter"
+            assert pool.state == "ready"
+
+    async def test_two_frontends_know_of_each_others_changes(self, engines: Engines, tmp_path: Path) -> None:
+        self.start(engines, tmp_path)
+        async with engines.pool() as other, engines.pool() as pool:
+            await other.adapters.load("a", "one", replaces=False)
+            await until(lambda: all(pool.adapters.has(engine, "a") for engine in pool.engines))
+            assert await complete(pool, self.asked("r", "a", [5])) == continuation([5], 10, "one")
+            await pool.adapters.load("a", "two", replaces=True)
+            await until(lambda: other.adapters.by_name["a"].path.endswith("two"))
+            await until(lambda: all(other.adapters.has(engine, "a") for engine in other.engines))
+            assert await complete(other, self.asked("r", "a", [5])) == continuation([5], 10, "two")
+            await other.adapters.unload("a")
+            await until(lambda: not pool.adapters.by_name)
+            assert [server.engine.adapters() for server in engines.servers] == [[], []]
+
+    async def test_loads_in_many_frontends_at_once_leave_one_adapter(self, engines: Engines, tmp_path: Path) -> None:
+        self.start(engines, tmp_path)
+        async with engines.pool() as one, engines.pool() as two:
+            results = await asyncio.gather(
+                one.adapters.load("a", "one", replaces=False),
+                two.adapters.load("a", "one", replaces=False),
+                return_exceptions=True,
+            )
+            assert any(not isinstance(result, BaseException) for result in results)
+            for pool in (one, two):
+                await until(lambda pool=pool: all(pool.adapters.has(engine, "a") for engine in pool.engines))
+                assert await complete(pool, self.asked("r", "a", [5])) == continuation([5], 10, "one")
+
+    async def test_two_hundred_names_leave_nothing(self, engines: Engines, tmp_path: Path) -> None:
+        self.start(engines, tmp_path)
+        async with engines.pool() as pool:
+            running = asyncio.create_task(complete(pool, request("base", [7], 500)))
+            for n in range(200):
+                name = f"a{n}"
+                weights = ("one", "two")[n % 2]
+                await pool.adapters.load(name, weights, replaces=False)
+                if n % 10 == 0:
+                    assert await complete(pool, self.asked(name, name, [5], 2)) == continuation([5], 2, weights)
+                await pool.adapters.unload(name)
+            assert await running == continuation([7], 500)
+            assert not pool.adapters.by_name
+            assert [engine.loaded_adapters for engine in pool.engines] == [{}, {}]
+            assert [server.engine.stats().num_adapters for server in engines.servers] == [0, 0]
 
 
 async def test_closing_moves_nothing(engines: Engines) -> None:
