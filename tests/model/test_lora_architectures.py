@@ -37,7 +37,9 @@ def test_what_adapters_add_is_what_they_would_add_to_the_weights(
             model_class = _model_class(config)
             check_model_class(model_class)
             reference_logprobs(model_class, config, tmp_path)
-            engine: Any = make_engine(tmp_path, num_blocks=64, enable_lora=True, max_num_batched_tokens=50, max_num_seqs=8)
+            engine: Any = make_engine(
+                tmp_path, num_blocks=64, enable_lora=True, max_num_batched_tokens=50, max_num_seqs=8
+            )
         except (UnsupportedModelError, CannotBeMadeError) as reason:
             pytest.skip(str(reason))
         except Exception:  # every architecture has its own way of refusing sizes
@@ -53,9 +55,7 @@ def check_targets(engine: Any, directory: Path, model_class: Any, monkeypatch: p
     left_out = targets.linears.keys() - targets.layers.keys()
     print(f"{len(targets.layers)} targets, left out: {sorted(left_out)}")
     parts = random_parts(targets.layers)
-    monkeypatch.setattr(
-        model_adapters, "read_adapter_tensors", lambda *_, **__: AdapterTensors(bytes(32), "", parts)
-    )
+    monkeypatch.setattr(model_adapters, "read_adapter_tensors", lambda *_, **__: AdapterTensors(bytes(32), "", parts))
     engine.load_adapter("those", directory)
     model = load_reference(model_class, directory)
     with torch.inference_mode():
