@@ -219,7 +219,7 @@ class DecoderLayers:
         self._adapters = [
             {name: _adapter_slots(getattr(parts, name), num_adapter_slots) for name in _WEIGHTS} for parts in layers
         ]
-        self._shrunk_size = 0
+        self._shrunk_sizes = dict.fromkeys(_WEIGHTS, 0)
         if num_adapter_slots:
             for layer, of_layer in zip(self._on_c_side, self._adapters, strict=True):
                 for name, adapters in of_layer.items():
@@ -232,11 +232,16 @@ class DecoderLayers:
         Raises:
             ValueError: it is for another linear layer.
         """
-        of_layer = self._adapters[index]
-        of_layer[name].place(slot, packed)
-        sizes = {name: adapters.shrunk_size for name, adapters in of_layer.items()}
-        # Gate and up are shrunk together. Room is kept, as all scratch is.
-        self._shrunk_size = max(self._shrunk_size, sizes.pop("gate") + sizes.pop("up"), *sizes.values())
+        self._adapters[index][name].place(slot, packed)
+        if packed is not None:
+            self._shrunk_sizes[name] = max(self._shrunk_sizes[name], packed.shrunk_size)
+
+    @property
+    def _shrunk_size(self) -> int:
+        """How many values a token needs room for, of all that were ever placed: all scratch is kept."""
+        sizes = self._shrunk_sizes
+        # Gate and up are shrunk together.
+        return max(sizes["qkv"], sizes["output"], sizes["gate"] + sizes["up"], sizes["down"])
 
     def use(self, caches: Sequence[LayerCache], groups: Sequence[int]) -> None:
         """From now on the layers' keys and values are here, in this order, each in a KV cache group.
