@@ -8,7 +8,7 @@ from typing import Any
 from ipc.messages import ExtraKeySpan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Adapter:
     """What an adapter is, whatever it is called.
 

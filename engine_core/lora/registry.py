@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from engine_core.errors import AdapterError
 from ipc.messages import AdapterInfo
@@ -30,7 +31,7 @@ class _Loaded:
 class AdapterRegistry:
     """Any thread may call anything at any time. Loads wait for each other; nothing else waits for them.
 
-    Names of the same weights share one `Adapter`.
+    Names of the same weights share one `Adapter`, also with requests that were given one whose name is gone.
 
     Args:
         read: `Runner.read_adapter`.
@@ -47,6 +48,7 @@ class AdapterRegistry:
         # Replaced, never changed: whoever looks at it needs no lock.
         self._by_name: dict[str, _Loaded] = {}
         self._digests: frozenset[bytes] = frozenset()
+        self._alive: WeakValueDictionary[bytes, Adapter] = WeakValueDictionary()
 
     def load(
         self,
@@ -125,8 +127,7 @@ class AdapterRegistry:
             if before is not None and before.adapter.digest != adapter.digest and not replaces:
                 message = f"the name {name!r} belongs to an adapter with other weights, from {before.info.path}"
                 raise AdapterError(message, "name_taken", "lora_name")
-            same = (loaded.adapter for loaded in self._by_name.values() if loaded.adapter.digest == adapter.digest)
-            adapter = next(same, adapter)
+            adapter = self._alive.setdefault(adapter.digest, adapter)
             info = AdapterInfo(
                 name=name,
                 digest=adapter.digest.hex(),

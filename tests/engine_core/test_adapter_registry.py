@@ -70,6 +70,14 @@ def test_two_names_of_the_same_weights_share_them(registry: AdapterRegistry, w1:
     assert registry.get("a") is None and registry.is_loaded(fake_digest("w1"))
 
 
+def test_weights_that_are_loaded_again_while_a_request_has_them_are_kept_once(registry: AdapterRegistry, w1: Path):
+    registry.load("a", w1)
+    of_a_request = registry.get("a")
+    registry.unload("a")
+    registry.load("b", w1)
+    assert registry.get("b") is of_a_request
+
+
 def test_there_are_at_most_so_many_and_replacing_one_needs_no_room(registry: AdapterRegistry, w1: Path, w2: Path):
     for name in "abc":
         registry.load(name, w1)

@@ -156,15 +156,15 @@ class TestTurns:
         adapters.finish()
         assert adapters.ended.index(second) < adapters.ended.index(fourth)
 
-    def test_an_endless_stream_of_another_adapter_keeps_nobody_waiting(self, make):
-        adapters = make(1, max_num_seqs=4)
-        for _ in range(3):
-            adapters.ask("a", 8)
-            adapters.step(2)
-        waiting = adapters.ask("b", 2)
-        for _ in range(30):
-            adapters.ask("a", 8)
+    @pytest.mark.parametrize("policy", ["fcfs", "priority", "prefix"])
+    def test_an_endless_stream_of_another_adapter_keeps_nobody_waiting(self, make, policy: str):
+        adapters = make(1, max_num_seqs=4, scheduling_policy=policy)
+        waiting = ""
+        for step in range(100):
+            # Of a prefix that is always cached.
+            adapters.ask("a", 8, [*range(20), step])
             adapters.step()
+            waiting = adapters.ask("b", 2) if step == 10 else waiting
         assert waiting in adapters.ended
 
     def test_two_streams_alternate_in_batches(self, make):
@@ -342,7 +342,7 @@ class TestLoading:
         assert sorted(map(str, adapters.in_slots)) == ["None", "always"]
         adapters.runner.forget()
         gc.collect()
-        left = [thing.weights for thing in gc.get_objects() if isinstance(thing, Adapter)]
+        left = [thing.weights for thing in gc.get_objects() if type(thing) is Adapter]
         assert not [weights for weights in left if weights.startswith("cycle")]
 
 

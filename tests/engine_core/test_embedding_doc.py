@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.adapters import make_adapter
+from tests.tiny_models import make_tiny_model
 from tests.tiny_vlms import make_tiny_vlm
 
 DOC = Path(__file__).parents[2] / "docs" / "embedding.md"
@@ -51,3 +53,15 @@ def test_two_questions_about_a_picture_encode_it_once(tmp_path: Path, capsys: py
 def test_building_requests_loads_no_torch():
     code = "import sys; from engine_core import EngineRequest, EngineConfig; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_adapter_and_the_model_itself_answer_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model, adapter = make_tiny_model("llama", tmp_path / "model"), tmp_path / "adapter"
+    make_adapter(model, adapter)
+    code = blocks()[3].replace('"path/to/model"', repr(str(model))).replace('"path/to/adapter"', repr(str(adapter)))
+    exec(compile(code, str(DOC), "exec"), {})
+    said = capsys.readouterr().out
+    assert re.match(r"rank \d+, \d+ bytes, digest [0-9a-f]{64}\n", said)
+    answers = {name: re.findall(rf"^{name} \[(\d+)\]$", said, flags=re.MULTILINE) for name in ("base", "pirate")}
+    assert len(answers["base"]) == len(answers["pirate"]) == 8
+    assert answers["base"] != answers["pirate"]
