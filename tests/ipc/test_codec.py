@@ -173,7 +173,7 @@ def test_the_version_is_read_from_the_header_alone() -> None:
 
 def test_the_header_is_what_its_documentation_says() -> None:
     header = encode(Picture(np.zeros(1)), 0x0102, 0x0304)[0]
-    assert header == b"FWRD" + b"\6\0" + b"\3\0" + b"\2\1\0\0\0\0\0\0" + b"\4\3\0\0\0\0\0\0"
+    assert header == b"FWRD" + b"\7\0" + b"\3\0" + b"\2\1\0\0\0\0\0\0" + b"\4\3\0\0\0\0\0\0"
 
 
 def test_the_first_protocol_is_told_from_ours() -> None:
