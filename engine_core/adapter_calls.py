@@ -76,7 +76,7 @@ class AdapterCalls:
         try:
             return AdapterAnswer(call.call_id, self._do(call))
         except AdapterError as error:
-            logger.info("adapter_refused name=%.300r reason=%s message=%.500r", call.name, error.reason, str(error))
+            logger.info("adapter_refused name=%.300r reason=%s detail=%.500r", call.name, error.reason, str(error))
             refusal = RequestError("invalid", str(error), error.param, error.reason)
             return AdapterAnswer(call.call_id, error=refusal)
         except Exception as error:
