@@ -2,7 +2,8 @@
 
 What changes in an engine that lives, somebody has asked for: it holds for all of them. An engine that was started again
 has forgotten what it was given, and one that was away has missed what the others were told; both are to be repaired.
-The same name may have other weights in two engines that were started so. Then those that were known first count.
+What engines were started with is each one's own, and may differ. If the same name has other weights in two of them,
+those that were known first count.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class AdapterCatalog:
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self._engines = engines
         self.adapters: dict[str, AdapterInfo] = {}
+        # Names whose adapters somebody has asked for, so that all engines are to have them.
+        self._asked_for: set[str] = set()
 
     def has(self, engine: EngineClient, name: str) -> bool:
         """Whether `engine` has, as it said last, what requests for `name` ask for."""
@@ -51,13 +54,15 @@ class AdapterCatalog:
                 self.adapters.setdefault(name, adapter)
         if occasion == "changed":
             return []
-        repairs = [Repair(name, adapter) for name, adapter in self.adapters.items() if not self.has(engine, name)]
+        lacking = [name for name in self.adapters if not self.has(engine, name)]
         if occasion == "first":
             # What it was started with, or told by others, is not ours to replace.
-            self._tell_differences(engine, [repair.name for repair in repairs if repair.name in now])
-            return [repair for repair in repairs if repair.name not in now]
+            self._tell_differences(engine, [name for name in lacking if name in now])
+            lacking = [name for name in lacking if name not in now]
+        wanted = [name for name in lacking if name in self._asked_for or name in before]
         # An engine that was away kept what the others were told to unload.
-        return repairs + [Repair(name, None) for name in now if name not in self.adapters]
+        unwanted = [name for name in now if name not in self.adapters]
+        return [*(Repair(name, self.adapters[name]) for name in wanted), *(Repair(name, None) for name in unwanted)]
 
     def is_due(self, engine: EngineClient, repair: Repair) -> bool:
         """Whether `repair` is still what `engine` must be told."""
@@ -71,21 +76,27 @@ class AdapterCatalog:
         """
         if any(self.has(other, name) for other in self._engines):
             return
+        self.forget(name)
         if name in engine.loaded_adapters:
             self.adapters[name] = engine.loaded_adapters[name]
-        else:
-            self.adapters.pop(name, None)
+
+    def ask_for(self, adapter: AdapterInfo) -> None:
+        """All engines are to have it."""
+        self.adapters[adapter.name] = adapter
+        self._asked_for.add(adapter.name)
 
     def forget(self, name: str) -> None:
+        """No engine is to have it."""
         self.adapters.pop(name, None)
+        self._asked_for.discard(name)
 
     def _follow(self, before: Mapping[str, AdapterInfo], now: Mapping[str, AdapterInfo]) -> None:
         for name, adapter in before.items():
             if name not in now and _is_same(self.adapters.get(name), adapter):
-                del self.adapters[name]
+                self.forget(name)
         for name, adapter in now.items():
             if not _is_same(before.get(name), adapter):
-                self.adapters[name] = adapter
+                self.ask_for(adapter)
 
     def _tell_differences(self, engine: EngineClient, names: Iterable[str]) -> None:
         for name in names:

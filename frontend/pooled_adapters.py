@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 # Adapters are files, perhaps large ones on a slow disk, and an engine reads one after the other.
 _TIMEOUT_S = 600.0
+# Why an engine cannot have what others have, because whoever started it wanted it so.
+_BY_CONFIGURATION = {"lora_disabled", "outside_lora_root"}
 
 
 class PooledAdapters:
@@ -69,7 +71,7 @@ class PooledAdapters:
                 await asyncio.gather(*(self._undo(engine, adapter, old) for engine, adapter in loaded.items()))
                 raise refusals[0]
             adapter = next(iter(loaded.values()))
-            self._catalog.adapters[name] = adapter
+            self._catalog.ask_for(adapter)
             logger.info(
                 "adapter_loaded name=%r digest=%s path=%r engines=%s",
                 name,
@@ -181,8 +183,12 @@ class PooledAdapters:
                 except EngineUnavailableError:
                     return  # it is asked again when it is back
                 except RequestRefusedError as error:
-                    logger.warning(
-                        "adapter_not_restored engine=%d name=%r reason=%r", engine.index, repair.name, str(error)
+                    logger.log(
+                        logging.INFO if error.error.reason in _BY_CONFIGURATION else logging.WARNING,
+                        "adapter_not_restored engine=%d name=%r reason=%r",
+                        engine.index,
+                        repair.name,
+                        str(error),
                     )
                     self._catalog.give_up(engine, repair.name)
                 else:

@@ -313,6 +313,28 @@ async def test_an_engine_that_answers_late_gets_what_was_loaded_before() -> None
     assert engines.serving("a") == [0, 1]
 
 
+async def test_what_engines_were_started_with_is_their_own() -> None:
+    engines = Engines()
+    own = [(adapter("a", "d1"),), (adapter("b", "d9"),)]
+    for occasion in ("first", "restarted", "found_again"):
+        for engine, adapters in zip(engines.engines, own, strict=True):
+            engine.tell(occasion, *adapters)
+    await engines.repaired()
+    assert engines.take_asked() == [[], []]
+    assert (engines.serving("a"), engines.serving("b")) == ([0], [1])
+
+
+async def test_what_an_engine_had_when_it_was_found_it_is_given_again() -> None:
+    """A frontend that was started again does not know who has asked for it."""
+    engines = Engines()
+    engines.engines[0].tell("first", adapter("a", "d1"))
+    engines.engines[1].tell("first")
+    engines.engines[0].tell("restarted")
+    await engines.repaired()
+    assert engines.take_asked() == [[f"load a {PATH} replacing d1"], []]
+    assert engines.serving("a") == [0]
+
+
 async def test_the_same_name_with_other_weights_is_told_and_the_first_counts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
