@@ -75,7 +75,12 @@ class AdapterEngine(ScriptedEngine):
         self.tell("changed", *(each for each in self.loaded_adapters.values() if each.name != name))
         return unloaded
 
+    def open_gate(self) -> None:
+        """From any thread, while a call waits."""
+        self._loop.call_soon_threadsafe(self.gate.set)
+
     async def _take(self, asked: str) -> None:
+        self._loop = asyncio.get_running_loop()
         if not self.is_connected:
             raise EngineUnavailableError("the engine was lost")
         self.asked.append(asked)

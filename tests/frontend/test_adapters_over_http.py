@@ -15,6 +15,7 @@ from tests.frontend.adapter_engine import LOADED_S, AdapterEngine, adapter
 from tests.frontend.live_app import MODEL_NAMES, live_app
 from tests.frontend.scripted_engine import fails_after, says
 from tests.frontend.test_api_key import ADMIN, KEYS
+from tests.wire_peers import wait_until
 
 FILES = {"/adapters/a": "d1", "/adapters/b": "d2"}
 CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
@@ -108,6 +109,14 @@ class TestLoading:
         answer = served.http.post(f"/v1/{path}_lora_adapter", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         assert served.engine.asked == []
+
+    def test_goes_on_when_its_client_leaves(self, served: Served) -> None:
+        served.engine.gate.clear()
+        with pytest.raises(httpx.ReadTimeout):
+            served.http.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": "/adapters/b"}, timeout=0.3)
+        served.engine.open_gate()
+        wait_until(lambda: "b" in served.engine.loaded_adapters)
+        wait_until(lambda: served.models()[-1]["id"] == "b")
 
     def test_what_is_unknown_cannot_be_unloaded(self, served: Served) -> None:
         for name in ("b", MODEL_NAMES[0]):
