@@ -265,7 +265,9 @@ class SpeakingRunner(CheckingRunner):
 class SeeingRunner(SpeakingRunner):
     """Real pictures have no number (`tests.feature_prompts`). Whose K/V is whose, their spans say."""
 
-    def encode(self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray]) -> list[int]:
+    def encode(
+        self, feature: MultimodalFeature, inputs: Mapping[str, np.ndarray], adapter_slot: int | None = None
+    ) -> list[int]:
         assert sum(array.nbytes for array in inputs.values()) == feature.num_input_bytes
         return []
 
