@@ -465,6 +465,8 @@ def test_the_documentation_is_complete_and_comes_from_here(http: httpx.Client) -
         "/version",
         "/metrics",
         "/reset_prefix_cache",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
     } == set(document["paths"])
     references = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
     assert references <= set(document["components"]["schemas"])
