@@ -28,6 +28,7 @@ from kernels.lora_in_c import LoraSlots
 from .adapter_rooms import AdapterRooms, OutputSlice, PointerRoom, PointerRooms, TensorRooms, TensorShape
 from .adapter_rows import AdapterRows, LayerAdapters, RowKind
 from .adapter_tensors import ModuleShape
+from .background import in_background
 from .lora_linear import LoraLinear
 from .read_adapter import read_adapter_tensors
 from .target_layers import TargetLayer, find_targets, linear_shapes
@@ -89,6 +90,9 @@ class ModelAdapters:
 
     def read(self, path: Path, root: Path | None) -> Adapter:
         """As `engine_core.runner.Runner.read_adapter`."""
+        return in_background(lambda: self._read(path, root))
+
+    def _read(self, path: Path, root: Path | None) -> Adapter:
         targets = self._targets
         found = read_adapter_tensors(path, root, targets.linears, targets.max_rank, output_head=targets.output_head)
         for name, part in found.parts.items():
