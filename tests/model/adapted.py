@@ -26,6 +26,7 @@ from .equality import (
     EngineRun,
     Reference,
     check_equal,
+    first_tokens,
     generate_reference,
     greedy,
     load_reference_model,
@@ -57,17 +58,17 @@ class Adapted:
         poison_unowned_slots(engine)
         return engine
 
-    def run(self, engine: EngineCore, *names: str) -> list[EngineRun]:
+    def run(self, engine: EngineCore, *names: str, num_tokens: int = NUM_TOKENS) -> list[EngineRun]:
         """Everything that `names` (or all) were asked, at once and in turn, compared with what PEFT answers."""
         pairs = self.in_turn(*names)
         runs = run_requests(
             engine,
             [
-                (EngineRequest(str(i), reference.prompt_token_ids, greedy(NUM_TOKENS), adapter=name), {})
+                (EngineRequest(str(i), reference.prompt_token_ids, greedy(num_tokens), adapter=name), {})
                 for i, (name, reference) in enumerate(pairs)
             ],
         )
-        check_equal([reference for _, reference in pairs], runs)
+        check_equal([first_tokens(reference, num_tokens) for _, reference in pairs], runs)
         return runs
 
     def in_turn(self, *names: str) -> list[tuple[str, Reference]]:

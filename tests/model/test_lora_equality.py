@@ -15,6 +15,8 @@ import transformers
 from engine_core import EngineRequest
 from engine_core.model.lora.lora_linear import LoraLinear
 from engine_core.model.passes.fusing import FusedLayers
+from kernels.dispatch import computed_by
+from kernels.triton_language import IS_INTERPRETED
 from tests.simulated_device import SimulatedQueue
 from tests.simulated_kernels import simulated_kernels
 from tests.tiny_models import make_tiny_model
@@ -163,6 +165,22 @@ def test_on_a_device_with_a_queue(adapted: GetAdapted) -> None:
             num_requests = len(those.in_turn(*names))
             assert engine.stats().steps - steps - num_requests <= queue.num_replays - before
         check_sees_mistakes(those, engine)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="Triton's interpreter stands for a GPU")
+def test_kernels_are_captured_and_replayed(tmp_path: Path) -> None:
+    from tests.kernels import faster_interpreter
+
+    faster_interpreter.install()
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    directory = make_tiny_model("llama", tmp_path / "model", **sizes)
+    adapters = {"some": {"targets": ["q_proj", "gate_proj", "lm_head"]}}
+    those, queue = make_adapted(directory, adapters, tmp_path, prompts_of_each=1), SimulatedQueue()
+    with computed_by("triton"):
+        engine = those.engine(queue, max_num_seqs=2, max_model_len=96, cudagraph_capture_sizes=(2,))
+        before = queue.num_replays
+        those.run(engine, num_tokens=2)
+        assert queue.num_replays > before
 
 
 def test_without_enable_lora_nothing_is_different(adapted: GetAdapted) -> None:
