@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine_core import EngineConfig, EngineCore
 from engine_core.model.runner import ModelRunner
 from tests.adapters import make_adapter
 
 from .adapted import with_adapters
-from .equality import LOGPROB_TOLERANCE, load_reference_model
+from .equality import LOGPROB_TOLERANCE, greedy, load_reference_model, run_requests
 from .picture_prompts import PicturePrompt, PromptMaker
-from .picture_steps import HandMade, make_runner, prompt_logprobs, reference_logprobs
+from .picture_steps import BLOCK_SIZE, HandMade, prompt_logprobs, reference_logprobs
+from .test_picture_equality import encoded_keys
 
 _DECODER = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
 _TOWERS = {
@@ -30,7 +32,9 @@ _TOWERS = {
 class PictureAdapters:
     """A runner with adapters in its first slots, and PEFT's model of all of them."""
 
+    config: EngineConfig
     runner: ModelRunner
+    paths: dict[str, Path]
     slots: dict[str, int]
     adapters: dict[str, Any]
     peft_model: Any
@@ -64,14 +68,23 @@ def those(
         name: make_adapter(directory, root / name, targets=regex, seed=seed)
         for seed, (name, regex) in enumerate(targets.items())
     }
-    runner = make_runner(directory, enable_lora=True, max_loras=4)
+    config = EngineConfig(
+        model=str(directory),
+        dtype="float32",
+        device="cpu",
+        num_blocks=128,
+        block_size=BLOCK_SIZE,
+        enable_lora=True,
+        max_loras=4,
+    )
+    runner = ModelRunner(config)
     adapters = {name: runner.read_adapter(path) for name, path in paths.items()}
     slots = {name: slot for slot, name in enumerate(paths)}
     for name, adapter in adapters.items():
         runner.place_adapter(slots[name], adapter)
     peft_model = with_adapters(load_reference_model(directory), paths)
     prompt = PromptMaker(family, directory).make("first and last", 0)
-    return PictureAdapters(runner, slots, adapters, peft_model, prompt)
+    return PictureAdapters(config, runner, paths, slots, adapters, peft_model, prompt)
 
 
 @pytest.mark.parametrize("name", [None, "decoder", "tower", "both"])
@@ -103,3 +116,22 @@ def test_rows_of_a_picture_change_where_its_tower_does(those: PictureAdapters) -
         assert adapter.targets_encoder == (name != "decoder")
         assert torch.equal(rows, plain.rows) == (name == "decoder")
     assert torch.equal(runner.encode(feature, inputs).rows, plain.rows)
+
+
+def test_a_picture_is_encoded_once_for_all_who_see_the_same_of_it(those: PictureAdapters) -> None:
+    """At once, then cached; the decoder's adapter does not change what is seen."""
+    engine = EngineCore(those.config, those.runner)
+    for name, path in those.paths.items():
+        engine.load_adapter(name, path)
+    names = ["both", "", "decoder", "tower"]
+    requests = [
+        (those.prompt.request(str(i), greedy(1), adapter=name), those.prompt.inputs) for i, name in enumerate(names)
+    ]
+    with encoded_keys(engine) as keys:
+        for is_cached in (False, True):
+            for name, run in zip(names, run_requests(engine, requests), strict=True):
+                assert run.num_cached_tokens == (len(those.prompt.token_ids) - 1 if is_cached else 0)
+                assert run.logprobs[0].max().item() == pytest.approx(
+                    those.reference(name or None)[-1], abs=LOGPROB_TOLERANCE
+                )
+    assert len(keys) == 3 * len(those.prompt.features)

@@ -232,9 +232,9 @@ def encoded_keys(engine: EngineCore) -> Iterator[list[bytes]]:
     features: Any = engine._features
     encode = features._encode
 
-    def counted(feature: MultimodalFeature, inputs: dict[str, np.ndarray]) -> Any:
+    def counted(feature: MultimodalFeature, inputs: dict[str, np.ndarray], adapter_slot: int | None) -> Any:
         keys.append(feature.key)
-        return encode(feature, inputs)
+        return encode(feature, inputs, adapter_slot)
 
     features._encode = counted
     try:
