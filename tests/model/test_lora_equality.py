@@ -255,9 +255,7 @@ def mean_error(those: Adapted, engine: Any, name: str) -> float:
 
 @pytest.mark.slow
 def test_smollm2(smollm2: Path, tmp_path: Path) -> None:
-    """With an adapter that leaves it a trained model: a much stronger one amplifies rounding to what PEFT's own two ways
-    differ by, 8e-4.
-    """
+    """With an adapter that leaves it a trained model: with a much stronger one, PEFT's own two ways differ by 8e-4."""
     those = make_adapted(smollm2, {"everything": {"targets": "all-linear", "rank": 8, "strength": 0.1}}, tmp_path)
     engine = those.engine(max_num_batched_tokens=64)
     for _ in range(2):
