@@ -118,6 +118,26 @@ class TestSlots:
         adapters.finish()
         assert adapters.engine.stats().adapter_placements == 3
 
+    def test_unused_is_who_was_released_first_not_who_was_admitted_first(self, make):
+        adapters = make(2)
+        adapters.ask("a", 6)
+        adapters.ask("b", 2)
+        adapters.finish()
+        adapters.ask("c")
+        adapters.finish()
+        assert adapters.in_slots == ["a", "c"]
+
+    def test_a_slot_with_nothing_in_it_is_taken_before_one_that_somebody_may_come_back_to(self, make):
+        adapters = make(2)
+        for name in "ab":
+            adapters.ask(name)
+            adapters.finish()
+        adapters.engine.unload_adapter("b")
+        adapters.step()
+        adapters.ask("c")
+        adapters.finish()
+        assert adapters.in_slots == ["a", "c"]
+
     def test_two_names_of_the_same_weights_share_a_slot(self, make):
         adapters = make(1)
         adapters.load("a2", "a")
@@ -200,6 +220,21 @@ class TestTurns:
         more_a, more_b = adapters.ask("a", 2), adapters.ask("b", 2)
         adapters.step()
         assert more_b in adapters.running and more_a not in adapters.running
+        adapters.finish()
+
+    def test_a_slot_that_is_held_again_counts_as_used_just_now(self, make):
+        adapters = make(2)
+        adapters.ask("a", 1)
+        adapters.ask("b", 2)
+        adapters.finish()
+        for name in "ba":
+            adapters.ask(name, 30)
+        adapters.step()
+        adapters.ask("c", 2)
+        adapters.step()
+        more_a, more_b = adapters.ask("a", 2), adapters.ask("b", 2)
+        adapters.step()
+        assert more_a in adapters.running and more_b not in adapters.running
         adapters.finish()
 
     def test_several_slots_are_drained_for_several_adapters(self, make):
