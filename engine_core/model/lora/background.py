@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -24,10 +25,8 @@ def in_background(compute: Callable[[], Result]) -> Result:
     future: Future[Result] = Future()
 
     def run() -> None:
-        # There it is this thread's, elsewhere all threads of a process have one.
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))
         try:
+            _step_back()
             future.set_result(compute())
         except BaseException as error:
             future.set_exception(error)
@@ -35,3 +34,11 @@ def in_background(compute: Callable[[], Result]) -> Result:
     thread = threading.Thread(target=run, name="adapter-reading", daemon=True)
     thread.start()
     return future.result()
+
+
+def _step_back() -> None:
+    # There it is this thread's, elsewhere all threads of a process have one.
+    if sys.platform == "linux":
+        # A sandbox may not allow it, and it is only a courtesy.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))
