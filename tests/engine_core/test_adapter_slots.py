@@ -287,6 +287,20 @@ class TestTurns:
         adapters.finish()
         assert adapters.ended.index(waiting) < adapters.ended.index(less_urgent)
 
+    def test_a_turn_is_over_with_admission(self, make):
+        adapters = make(1, scheduling_policy="priority")
+        adapters.ask("a", 2, priority=1)
+        adapters.step()
+        called = [adapters.ask("b", 20, priority=2) for _ in range(2)]
+        adapters.step(3)
+        assert adapters.running == called
+        urgent = adapters.ask("c", 5, priority=0)
+        adapters.step()
+        adapters.engine.reset_prefix_cache(reset_running_requests=True)
+        adapters.step()
+        assert adapters.running == [urgent]
+        adapters.finish()
+
     @pytest.mark.parametrize("policy", ["fcfs", "priority", "prefix"])
     @pytest.mark.parametrize("num_blocks", [8, 40])
     def test_many_adapters_few_slots_and_few_blocks_get_done(self, make, policy: str, num_blocks: int):
