@@ -5,11 +5,13 @@ from __future__ import annotations
 from engine_core.errors import AdapterError
 
 _MAX_QUOTED = 120
+# Others' messages quote without end.
+_MAX_MESSAGE_CHARS = 1000
 
 
 def invalid_adapter(message: str) -> AdapterError:
     """What stands in its directory is not what can be computed."""
-    return AdapterError(message, "invalid_adapter", "lora_path")
+    return AdapterError(_cut(message, _MAX_MESSAGE_CHARS), "invalid_adapter", "lora_path")
 
 
 def trained_on(base_model: str | None) -> str:
@@ -19,5 +21,11 @@ def trained_on(base_model: str | None) -> str:
 
 def quoted(value: object) -> str:
     """A name or setting somebody else wrote, for a message: on one line, and not the whole of a long one."""
-    text = ascii(value)
-    return text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…"
+    try:
+        return _cut(ascii(value), _MAX_QUOTED)
+    except RecursionError:  # JSON may be read that is too deep to be written
+        return "…"
+
+
+def _cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[:max_chars] + "…"

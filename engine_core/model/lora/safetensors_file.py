@@ -41,9 +41,13 @@ class StoredTensor:
 _Length = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
+# The product of many lengths would take minutes to compute, in which no other thread gets anywhere.
+_Shape = Annotated[list[_Length], Meta(max_length=8)]
+
+
 class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
-    shape: list[_Length]
+    shape: _Shape
     data_offsets: tuple[_Length, _Length]
 
 

@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from engine_core.errors import AdapterError
+from engine_core.model.lora.peft_config import parse_peft_config
 from tests.adapters import make_adapter
 from tests.model.lora.adapter_files import CONFIG, WEIGHTS, change_settings, change_weights, read
 from tests.tiny_models import make_tiny_model
@@ -199,6 +200,7 @@ def _entry(shape: list[Any], start: Any, end: Any, dtype: str = "F32") -> dict[s
         (_header({A: _entry([-1], 0, 4)}, b"1234"), "its header is not that"),
         (_header({A: _entry([1.5], 0, 4)}, b"1234"), "its header is not that"),
         (_header({A: _entry([10**30], 0, 4)}, b"1234"), "its header is not that"),
+        (_header({A: _entry([2**53] * 9, 0, 4)}, b"1234"), "its header is not that .* of length <= 8"),
         (_header({A: _entry([2**40], 0, 4)}, b"1234"), "lies from byte 0 to 4; its shape .* has 4,398,046,511,104"),
         (_header({A: _entry([1], 4, 0)}, b"1234"), "lies from byte 4 to 0"),
         (_header({A: _entry([1], 0, 4), B: _entry([1], 0, 4)}, b"1234"), "and those before it end at 4"),
@@ -211,6 +213,26 @@ def _entry(shape: list[Any], start: Any, end: Any, dtype: str = "F32") -> dict[s
 def test_weights_that_are_none(llama: Path, adapter: Path, content: bytes, match: str) -> None:
     (adapter / WEIGHTS).write_bytes(content)
     refused(adapter, llama, f"^{WEIGHTS}.*{match}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (WEIGHTS, _header({A: {**_entry([1], 0, 4), "x" * 1_000_000: 1}}, b"1234")),
+        (CONFIG, json.dumps({"peft_type": "LORA", "target_modules": f"(?P<{'x' * 900_000}!>)"}).encode()),
+    ],
+)
+def test_no_message_is_as_long_as_what_it_quotes(llama: Path, adapter: Path, name: str, content: bytes) -> None:
+    (adapter / name).write_bytes(content)
+    assert len(refused(adapter, llama, "x{100}.*…$")) < 1100
+
+
+def test_settings_as_deep_as_can_be_read_are_refused() -> None:
+    for setting in ("peft_type", "a_later_setting"):
+        for depth in range(500, 1000):
+            settings = f'"target_modules": "q_proj", "{setting}": {"[" * depth}{"]" * depth}'
+            with pytest.raises(AdapterError, match=f"{CONFIG}(: .*{setting}| is no JSON)"):
+                parse_peft_config(f'{{"peft_type": "LORA", {settings}}}'.encode())
 
 
 def test_a_rank_that_is_too_large_costs_no_reading(llama: Path, adapter: Path) -> None:
