@@ -224,7 +224,7 @@ def run_for(duration_s: float, policy: str, seed: int, make: Callable[..., Workl
     rounds = num_short_cuts = num_ahead = num_waits = 0
     # Until each of what is asked for below has happened, however busy the machine is.
     while (
-        time.monotonic() < deadline or rounds < 10 or (rounds < 60 and not (num_short_cuts and num_ahead and num_waits))
+        time.monotonic() < deadline or rounds < 5 or (rounds < 60 and not (num_short_cuts and num_ahead and num_waits))
     ):
         workload = make(random.Random(f"{policy}{seed}{rounds}"), policy)
         try:

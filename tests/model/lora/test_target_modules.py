@@ -20,7 +20,7 @@ from engine_core.model.lora.peft_config import parse_peft_config
 from engine_core.model.lora.target_modules import Target, find_targets
 from tests.model.lora.adapter_files import bare_model, linear_layers
 
-NUM_CONFIGS = 30
+NUM_CONFIGS = 20
 
 EXPRESSIONS = (
     r".*(q_proj|v_proj|up_proj)",
