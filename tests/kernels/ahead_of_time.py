@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,11 +78,21 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", printed)}
 
 
+def compile_one(name: str, place: int, capability: int) -> Compiled:
+    """The specimen at a place in those of this name: kernels themselves cannot be sent to another process."""
+    return compile_for(dict(all_specimens())[name][place], capability)
+
+
 def main(every: bool) -> Iterator[Compiled]:
-    for _, specimens in all_specimens():
-        targets = itertools.product(specimens, CAPABILITIES) if every else [(specimens[0], max(CAPABILITIES))]
-        for specimen, capability in targets:
-            yield compile_for(specimen, capability)
+    chosen = [
+        (name, place, capability)
+        for name, specimens in all_specimens()
+        for place, capability in (
+            itertools.product(range(len(specimens)), CAPABILITIES) if every else [(0, max(CAPABILITIES))]
+        )
+    ]
+    with ProcessPoolExecutor() as processes:
+        yield from processes.map(compile_one, *zip(*chosen, strict=True))
 
 
 if __name__ == "__main__":

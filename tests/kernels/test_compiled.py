@@ -32,6 +32,7 @@ def build(directory: Path, **env: str) -> dict[str, Path]:
     return {path.name.split(".")[0].removeprefix("_"): path for path in (directory / "kernels").glob("_*")}
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_sources_build_without_warnings_and_into_what_is_called(tmp_path: Path) -> None:
     libraries = build(tmp_path, CFLAGS="-Wall -Wextra -Werror")
@@ -43,6 +44,11 @@ def test_the_sources_build_without_warnings_and_into_what_is_called(tmp_path: Pa
 
 def test_installing_does_not_need_a_compiler(tmp_path: Path) -> None:
     assert build(tmp_path, CC="no-such-compiler") == {}
+
+
+@needs_kernels
+def test_what_computes_on_any_cpu_was_built() -> None:
+    assert all(load("portable", element) is not None for element in ELEMENT_TYPES)
 
 
 def test_what_was_not_built_is_missing() -> None:

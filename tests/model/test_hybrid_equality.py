@@ -98,12 +98,13 @@ def test_preempted(hybrid: Path, references: list[Reference]) -> None:
 
 def test_on_a_device_with_a_queue(hybrid: Path, references: list[Reference]) -> None:
     queue = SimulatedQueue()
+    shortest = sorted(references, key=lambda reference: len(reference.prompt_token_ids))[:2]
     with simulated_kernels():
         # A graph is captured for every number of requests, and computes over every length there may be.
-        settings = {"max_num_seqs": len(PROMPTS), "max_model_len": 208, "max_num_batched_tokens": 64}
+        settings = {"max_num_seqs": len(shortest), "max_model_len": 128, "max_num_batched_tokens": 64}
         engine = poisoning_engine(hybrid, queue, **settings)
         for _ in range(2):
-            run(engine, references)
+            run(engine, shortest)
     assert queue.num_replays > NUM_TOKENS
 
 
