@@ -197,6 +197,20 @@ class TestTurns:
         assert all(size == 4 for _, size in turns[1:-1]), turns
         assert adapters.engine.stats().adapter_placements == len(turns)
 
+    def test_those_whose_slot_is_not_drained_go_on(self, make):
+        adapters = make(2, max_num_seqs=3, scheduling_policy="priority")
+        long = adapters.ask("a", 40, priority=1)
+        adapters.ask("d", 2, priority=1)
+        adapters.step()
+        many = [adapters.ask("b", num_tokens, priority=1) for num_tokens in (4, 6, 4, 4, 4, 4)]
+        adapters.step(3)
+        assert adapters.running == [long, *many[:2]]
+        urgent = adapters.ask("c", 1, priority=0)
+        adapters.step(9)
+        assert adapters.running == [long, *many[4:]], "who waited when the urgent one came goes on, too"
+        adapters.finish()
+        assert urgent in adapters.ended
+
     def test_the_slot_with_the_fewest_requests_is_drained(self, make):
         adapters = make(2)
         for _ in range(3):
@@ -258,6 +272,17 @@ class TestTurns:
         adapters.step()
         assert late not in adapters.running
         adapters.engine.abort_requests([waiting])
+        adapters.step()
+        assert late in adapters.running
+        adapters.finish()
+
+    def test_who_comes_after_an_abort_does_not_wait_for_its_sake(self, make):
+        adapters = make(1)
+        adapters.ask("a", 40)
+        waiting = adapters.ask("b")
+        adapters.step()
+        adapters.engine.abort_requests([waiting])
+        late = adapters.ask("a", 2)
         adapters.step()
         assert late in adapters.running
         adapters.finish()
