@@ -359,6 +359,13 @@ class TestAhead:
         assert adapters.runner.num_ahead > 30
         assert adapters.ended == [first, second]
 
+    def test_who_can_have_a_slot_now_interrupts_them(self, make):
+        adapters = make(1, async_scheduling=True)
+        long = adapters.ask("", 60)
+        first, second = adapters.ask("a", 10), adapters.ask("b", 10)
+        adapters.finish()
+        assert adapters.ended == [first, second, long]
+
 
 class TestLoading:
     def test_a_request_keeps_the_adapter_it_was_added_with(self, make):
