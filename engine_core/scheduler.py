@@ -174,7 +174,7 @@ class Scheduler:
         """Whether `schedule` would do more than go on with those that run, or might."""
         if self._failing or self._sharing or (self.num_open_seats > 0 and self.waiting.peek() is not None):
             return True
-        if self.turns.is_anyone_ready():
+        if self.turns.is_anyone_ready() or self.slots.has_unloaded():
             return True
         return self._optional_features is not None and self._optional_features.has_work_now()
 

@@ -366,6 +366,17 @@ class TestAhead:
         adapters.finish()
         assert adapters.ended == [first, second, long]
 
+    def test_an_unloaded_adapter_does_not_stay_as_long_as_they_go_on(self, make):
+        adapters = make(1, async_scheduling=True)
+        adapters.ask("a", 1)
+        adapters.finish()
+        adapters.ask("", 60)
+        adapters.step(5)
+        adapters.engine.unload_adapter("a")
+        adapters.step(3)
+        assert adapters.in_slots == [None]
+        adapters.finish()
+
 
 class TestLoading:
     def test_a_request_keeps_the_adapter_it_was_added_with(self, make):
