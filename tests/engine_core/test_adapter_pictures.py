@@ -108,6 +108,19 @@ def test_who_waits_for_a_picture_holds_no_slot(tmp_path: Path):
     assert_idle(pictures.engine)
 
 
+def test_whose_turn_it_is_while_its_picture_has_not_come_keeps_nobody_waiting(tmp_path: Path):
+    pictures = Pictures(tmp_path, num_slots=1)
+    pictures.engine.load_adapter("third", write_fake_adapter(tmp_path / "third", "third"))
+    first = pictures.add("text", [10], max_tokens=6)
+    pictures.engine.step()
+    pictures.add("eye", [11], at_hand=False)
+    third = pictures.add("third", [12])
+    outputs = [output for _ in range(15) for output in pictures.engine.step().outputs]
+    assert [output.request_id for output in outputs if output.ends_request] == [first, third]
+    pictures.engine.abort_requests(["r2"])
+    assert_idle(pictures.engine)
+
+
 def test_if_the_encoder_fails_the_slot_is_free_again(tmp_path: Path):
     pictures = Pictures(tmp_path, num_slots=1)
     pictures.add("eye", [10])
