@@ -122,7 +122,6 @@ class AdapterRegistry:
 
     def _install(self, name: str, place: Path, adapter: Adapter, *, replaces: bool) -> AdapterInfo:
         with self._changing:
-            self._check_room(name)
             before = self._by_name.get(name)
             if before is not None and before.adapter.digest != adapter.digest and not replaces:
                 message = f"the name {name!r} belongs to an adapter with other weights, from {before.info.path}"
