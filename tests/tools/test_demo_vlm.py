@@ -166,6 +166,7 @@ def test_every_kind_of_question_is_measured():
     assert len(unseen) == 40 and all(case.kind.startswith("unseen pair: ") for case in unseen)
 
 
+@pytest.mark.slow
 def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
     tmp_path: Path, rows: tuple[RowMaker, list[Row]], monkeypatch: pytest.MonkeyPatch
 ):
