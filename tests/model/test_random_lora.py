@@ -5,6 +5,7 @@ Some seconds in the usual run; as long as you like with `-m slow`.
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -16,16 +17,19 @@ from unittest.mock import patch
 
 import pytest
 
+from engine_core import EngineRequest
 from engine_core.lora.adapter import Adapter
 from engine_core.model.device_queue import DeviceQueue
 from engine_core.model.runner import ModelRunner
 from ipc.messages import ExtraKeySpan
+from kernels.lora_in_c import PackedLora
 from tests.adapters import make_adapter
 from tests.simulated_device import SimulatedQueue
 from tests.simulated_kernels import simulated_kernels
 from tests.tiny_models import make_tiny_model
 
 from .adapter_workload import Pictures, Rounded, Texts, Workload, goes_wrong
+from .equality import greedy, make_engine, run_requests
 from .test_lora_pictures import _DECODER, _TOWERS
 
 GetSource = Callable[[str], Any]
@@ -152,6 +156,22 @@ def run_for(kind: Kind, get_source: GetSource, seed: str, *, num_rounds: int, nu
             error.add_note(f"round {number} of seed {seed!r}: {workloads[-1].settings}")
             raise
     return workloads
+
+
+def test_an_unloaded_adapter_leaves_nothing_in_host_memory(source: GetSource) -> None:
+    texts, before = source("llama"), num_packed()
+    engine = make_engine(texts.directory, enable_lora=True, max_loras=1, max_lora_rank=16)
+    engine.load_adapter("a", texts.adapters["everything"])
+    run_requests(engine, [(EngineRequest("r", [5, 6, 7], greedy(2), adapter="a"), {})])
+    assert num_packed() > before
+    engine.unload_adapter("a")
+    engine.step()
+    assert num_packed() == before
+
+
+def num_packed() -> int:
+    gc.collect()
+    return sum(type(thing) is PackedLora for thing in gc.get_objects())
 
 
 # It would be seen
