@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -20,19 +20,25 @@ def random_tokens(engine: EngineCore, name: str, num_tokens: int) -> list[int]:
 
 @contextmanager
 def decoding(
-    engine: EngineCore, num_rows: int, num_context_tokens: int, params: SamplingParams | None = None
+    engine: EngineCore,
+    num_rows: int,
+    num_context_tokens: int,
+    params: SamplingParams | None = None,
+    adapters: Sequence[str] = (),
 ) -> Iterator[None]:
     """Within it, every step of `engine` decodes `num_rows` requests, the first after `num_context_tokens` tokens.
 
-    They have nothing in common; the next time their prompts are cached. `params` (default: greedy) get no end.
+    They have nothing in common; the next time their prompts are cached. `params` (default: greedy) get no end. With
+    `adapters` each has one, the first the first, and so on.
     """
     params = msgspec.structs.replace(params or SamplingParams(temperature=0.0), max_tokens=None, ignore_eos=True)
     ids = [f"decode-{num_context_tokens}-{row}" for row in range(num_rows)]
     try:
         waiting = set(ids)
-        for request_id in ids:
+        for row, request_id in enumerate(ids):
             prompt = random_tokens(engine, request_id, num_context_tokens - 1)
-            engine.add_request(EngineRequest(request_id, prompt, params))
+            adapter = adapters[row % len(adapters)] if adapters else ""
+            engine.add_request(EngineRequest(request_id, prompt, params, adapter=adapter))
         while waiting:
             outputs = engine.step().outputs
             failed = [output for output in outputs if output.finish_reason is not None]

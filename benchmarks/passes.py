@@ -9,15 +9,11 @@ The engines live in one process and are asked in turn, round after round. A figu
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.engine_bench import decoding, prefilling
+from benchmarks.in_turn import Case, measure, numbers, step_s, table
 from engine_core import EngineConfig, EngineCore, resolve_model
 
 # The switches of `EngineConfig` that stand for a pass.
@@ -27,15 +23,7 @@ BLOCK_SIZE = 16
 STEPS_A_ROUND = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """`times_s` measures it on an engine; the number is that of the round."""
-
-    name: str
-    times_s: Callable[[EngineCore, int], list[float]]
-
-
-def decode(num_rows: int, num_context_tokens: int) -> Case:
+def decode(num_rows: int, num_context_tokens: int) -> Case[EngineCore]:
     def times_s(engine: EngineCore, number: int) -> list[float]:
         with decoding(engine, num_rows, num_context_tokens):
             return [step_s(engine) for _ in range(STEPS_A_ROUND)]
@@ -43,22 +31,12 @@ def decode(num_rows: int, num_context_tokens: int) -> Case:
     return Case(f"{num_rows} decode{'s' * (num_rows > 1)} after {num_context_tokens:,}", times_s)
 
 
-def prefill(num_tokens: int) -> Case:
+def prefill(num_tokens: int) -> Case[EngineCore]:
     def times_s(engine: EngineCore, number: int) -> list[float]:
         with prefilling(engine, f"prefill-{num_tokens}-{number}", num_tokens):
             return [step_s(engine)]
 
     return Case(f"prefill of {num_tokens:,}", times_s)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def step_s(engine: EngineCore) -> float:
-    started_s = time.perf_counter()
-    engine.step()
-    return time.perf_counter() - started_s
 
 
 def make_engines(passes: Sequence[str], settings: dict[str, Any]) -> dict[str, EngineCore]:
@@ -67,35 +45,6 @@ def make_engines(passes: Sequence[str], settings: dict[str, Any]) -> dict[str, E
     variants |= {f"without {name}": {name: False} for name in passes}
     variants["none"] = dict.fromkeys(passes, False)
     return {name: EngineCore(EngineConfig(**settings, **switches)) for name, switches in variants.items()}
-
-
-def measure(engines: dict[str, EngineCore], cases: Sequence[Case], rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds by case and engine."""
-    times_s: dict[str, dict[str, list[float]]] = {case.name: defaultdict(list) for case in cases}
-    names = list(engines)
-    for number in range(-1, rounds):
-        print(f"round {number + 1} of {rounds}", file=sys.stderr)
-        for place, case in enumerate(cases):
-            first = (number + place) % len(names)
-            # Nobody always follows the same one, whose weights it finds in the caches.
-            for name in names[first:] + names[:first]:
-                measured = case.times_s(engines[name], number)
-                # The first round fills caches.
-                if number >= 0:
-                    times_s[case.name][name] += measured
-    return {case: {name: statistics.median(of) for name, of in by_name.items()} for case, by_name in times_s.items()}
-
-
-def table(measured: dict[str, dict[str, float]]) -> list[str]:
-    """Markdown."""
-    names = list(next(iter(measured.values())))
-    lines = [f"| ms | {' | '.join(f'`{name}`' for name in names)} |", "| --- |" + " --- |" * len(names)]
-    for case, medians_s in measured.items():
-        best_s = medians_s[names[0]]
-        cells = [f"{best_s * 1e3:.1f}"]
-        cells += [f"{medians_s[name] * 1e3:.1f} ({medians_s[name] / best_s - 1:+.0%})" for name in names[1:]]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    return lines
 
 
 def main() -> None:
