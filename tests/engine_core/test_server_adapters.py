@@ -207,7 +207,10 @@ def test_more_calls_than_may_wait_are_refused_as_overloaded(endpoint: str, join:
     runner = SlowToRead()
     with running_server(endpoint, engine=make_engine(root, runner=runner, max_cpu_loras=1000)):
         frontend = join()
-        for call_id in range(300):
+        frontend.send(LoadAdapter(0, "a0", "w1"))
+        # From now on it waits no longer.
+        assert runner.reading.wait(20)
+        for call_id in range(1, 300):
             frontend.send(LoadAdapter(call_id, f"a{call_id}", "w1"))
         answer = frontend.receive(AdapterAnswer)
         assert isinstance(answer, AdapterAnswer)
