@@ -75,7 +75,7 @@ def _refused(error: RequestError, names: FieldNames) -> ApiError:
         return internal_error(error.message)
     if error.param == "adapter":
         # It was unloaded while the request was on its way.
-        return model_not_found(error.message)
+        return model_not_found(f"model: {error.message.removeprefix('adapter: ')}")
     pictures = {f"mm_features[{k}]": name for k, name in enumerate(names.pictures())}
     if error.param in pictures:
         return _renamed(error.message, error.param, pictures[error.param])

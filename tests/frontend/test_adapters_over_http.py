@@ -213,6 +213,7 @@ class TestAskingForOne:
         answer = served.http.post("/v1/completions", json=COMPLETION | {"model": "a"})
         assert answer.status_code == 404
         assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("model", "model_not_found")
+        assert answer.json()["error"]["message"] == "model: there is no 'a'"
 
     def test_probes_ask_for_it(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[EngineRequest] = []
