@@ -31,7 +31,15 @@ if TYPE_CHECKING:
     from .engine import EngineCore
     from .errors import AdapterError, EngineOverloadedError, InvalidConfigError, InvalidRequestError
     from .model.fingerprint import tokenizer_digest
-    from .model.resolve import BUILTIN_MODELS, DEFAULT_MODEL, ModelNotFoundError, ResolvedModel, resolve_model
+    from .model.resolve import (
+        BUILTIN_ADAPTERS,
+        BUILTIN_MODELS,
+        DEFAULT_MODEL,
+        ModelNotFoundError,
+        ResolvedModel,
+        resolve_adapter,
+        resolve_model,
+    )
 
 _HOMES = {
     "AdapterInfo": "ipc.messages",
@@ -53,10 +61,12 @@ _HOMES = {
     "EngineOverloadedError": "engine_core.errors",
     "InvalidConfigError": "engine_core.errors",
     "InvalidRequestError": "engine_core.errors",
+    "BUILTIN_ADAPTERS": "engine_core.model.resolve",
     "BUILTIN_MODELS": "engine_core.model.resolve",
     "DEFAULT_MODEL": "engine_core.model.resolve",
     "ModelNotFoundError": "engine_core.model.resolve",
     "ResolvedModel": "engine_core.model.resolve",
+    "resolve_adapter": "engine_core.model.resolve",
     "resolve_model": "engine_core.model.resolve",
     "EngineStats": "ipc.stats",
     "PrefixCacheReset": "ipc.stats",
@@ -64,6 +74,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BUILTIN_ADAPTERS",
     "BUILTIN_MODELS",
     "DEFAULT_MODEL",
     "AdapterError",
@@ -89,6 +100,7 @@ __all__ = [
     "ResolvedModel",
     "SamplingParams",
     "WantedFeature",
+    "resolve_adapter",
     "resolve_model",
     "tokenizer_digest",
 ]

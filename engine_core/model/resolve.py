@@ -58,6 +58,8 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
     ),
 }
 DEFAULT_MODEL = "shapes"
+# LoRA adapters that come with Foreword, and the model that each is of.
+BUILTIN_ADAPTERS = {"shapes-pirate": "shapes"}
 _BUILTIN_ALIASES = {"smollm2-135m-instruct": "smollm2", "gemma-3-270m": "gemma3-270m"}
 
 # What a causal language model needs of a repository: no pickled weights, no copies for other frameworks.
@@ -105,6 +107,16 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> ResolvedModel:
         tried.append("a hub id: it would look like owner/name")
         raise ModelNotFoundError(name, tried)
     return ResolvedModel(_download(name, tried), name)
+
+
+def resolve_adapter(name: str) -> Path:
+    """The directory that is meant by `name`: a built-in LoRA adapter, else a path, which need not exist.
+
+    `./name` forces a path.
+    """
+    if name in BUILTIN_ADAPTERS:
+        return Path(__file__).parents[1] / "builtin" / name
+    return Path(name).expanduser().absolute()
 
 
 def _find_builtin(builtin: BuiltinModel, tried: list[str]) -> list[Path] | None:

@@ -263,8 +263,8 @@ def _engine_options(
         list[Any] | None,
         option(
             _LORA,
-            'Adapters to load at start: NAME=PATH, or {"name": NAME, "path": PATH}. Several may follow each other, or'
-            " repeat the option.",
+            'Adapters to load at start: NAME=PATH, or {"name": NAME, "path": PATH}; a PATH may be a built-in adapter.'
+            " Several may follow each other, or repeat the option.",
             parser=lora_module,
             metavar="NAME=PATH",
         ),

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import typer
 
+from engine_core import BUILTIN_ADAPTERS, resolve_adapter
 from engine_core.config import LoraModule
 
 from .options import fail
@@ -43,9 +44,11 @@ def lora_module(text: str | LoraModule) -> LoraModule:
         name, _, path = text.partition("=")
     if not name.strip() or not path:
         raise typer.BadParameter(f"{text!r} is not like NAME=PATH")
-    directory = Path(path).expanduser().absolute()
+    directory = resolve_adapter(path)
     if not (directory / "adapter_config.json").is_file():
-        raise typer.BadParameter(f"adapter '{name}': there is no adapter_config.json in {directory}")
+        reason = f"there is no adapter_config.json in {directory}"
+        built_in = ", ".join(BUILTIN_ADAPTERS)
+        raise typer.BadParameter(f"adapter '{name}': {reason}, and those that are built in are {built_in}")
     return LoraModule(name, str(directory))
 
 

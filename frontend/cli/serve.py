@@ -43,6 +43,7 @@ foreword serve model.gguf --port 9000 --kv-cache-memory-bytes 2GiB
 foreword serve path/to/model --served-model-name mine --dtype float32
 foreword serve path/to/model --limit-mm-per-prompt image=4 --allowed-media-domains example.org
 foreword serve path/to/model --enable-lora --lora-modules mine=path/to/adapter
+foreword serve shapes --enable-lora --lora-modules pirate=shapes-pirate
 foreword serve path/to/model --engine ipc:///run/foreword/engine
 """
 

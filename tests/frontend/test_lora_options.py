@@ -94,7 +94,10 @@ def test_several_are_named_in_turn_or_one_by_one(directory: Path, arguments: tup
         (("--lora-modules", "one="), "is not like NAME=PATH"),
         (("--lora-modules", '{"name": "one"}'), "missing required field `path`"),
         (("--lora-modules", '{"name": "one", "path": "a", "rank": 3}'), "unknown field `rank`"),
-        (("--lora-modules", "one=c"), "adapter 'one': there is no adapter_config.json in .*/c"),
+        (
+            ("--lora-modules", "one=c"),
+            "adapter 'one': there is no adapter_config.json in .*/c, and those that are built in are shapes-pirate",
+        ),
         (("--lora-root", "c"), "'c' does not exist"),
         (("--max-loras", "0"), "greater than or equal to 1"),
         (("--max-lora-rank", "0"), "greater than or equal to 1"),

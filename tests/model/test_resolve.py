@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,14 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import engine_core
-from engine_core import BUILTIN_MODELS, DEFAULT_MODEL, ModelNotFoundError, resolve_model
+from engine_core import (
+    BUILTIN_ADAPTERS,
+    BUILTIN_MODELS,
+    DEFAULT_MODEL,
+    ModelNotFoundError,
+    resolve_adapter,
+    resolve_model,
+)
 from engine_core.model import resolve
 from engine_core.model.resolve import BuiltinModel, default_cache_dir
 from tests.tiny_models import make_tiny_chat_model
@@ -61,8 +69,19 @@ def test_a_wheel_contains_it(tmp_path: Path) -> None:
         shutil.copy(root / name, tmp_path)
     command = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_py", "--build-lib", "built"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
-    built, here = (place.joinpath(*BUILTIN_MODELS[DEFAULT_MODEL].places[0]) for place in (tmp_path / "built", root))
-    assert filecmp.cmpfiles(here, built, os.listdir(here), shallow=False)[1:] == ([], [])
+    for name in (DEFAULT_MODEL, *BUILTIN_ADAPTERS):
+        built, here = (place / "engine_core" / "builtin" / name for place in (tmp_path / "built", root))
+        assert filecmp.cmpfiles(here, built, os.listdir(here), shallow=False)[1:] == ([], [])
+
+
+def test_an_adapter_is_a_built_in_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, model in BUILTIN_ADAPTERS.items():
+        config = json.loads((resolve_adapter(name) / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == model
+        assert resolve_adapter(f"./{name}") == tmp_path / name
+    assert resolve_adapter("somewhere/mine") == tmp_path / "somewhere" / "mine"
+    assert resolve_adapter("~/mine") == Path.home() / "mine"
 
 
 def test_a_gguf_file_is_converted_once_whatever_it_is_called(smollm2: Path, tmp_path: Path) -> None:

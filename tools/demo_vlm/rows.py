@@ -42,11 +42,14 @@ class Row:
 
 
 class RowMaker:
-    """`tokenize` makes token ids of a text, without special tokens."""
+    """`tokenize` makes token ids of a text, without special tokens; `style` another answer of the right one."""
 
-    def __init__(self, scenes: list[Scene], tokenize: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self, scenes: list[Scene], tokenize: Callable[[str], list[int]], style: Callable[[str], str] = str
+    ) -> None:
         self._scenes = scenes
         self._tokenize = tokenize
+        self._style = style
         self._known: dict[str, list[int]] = {}
 
     def row(self, random: Random) -> Row:
@@ -152,7 +155,7 @@ class RowMaker:
         return [*asked, *ids], [NOT_LEARNT] * len(asked) + labels
 
     def _answer(self, question: Question) -> tuple[list[int], list[int]]:
-        answer = self.tokens(question.answer)
+        answer = self.tokens(self._style(question.answer))
         # The end that is predicted is not the end of the question, though it is the same token.
         return [END, ASSISTANT, *answer, END], [NOT_LEARNT, *answer, END, NOT_LEARNT]
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from .drawing import IGNORED, Labels, draw
-from .rows import NOT_LEARNT, RowMaker, padded, visible
+from .rows import NOT_LEARNT, Row, RowMaker, padded, visible
 from .scenes import COLOUR_NAMES, KINDS, Scene, sample_scene
 
 TOWER_BATCH, ROWS_BATCH = 64, 16
@@ -94,6 +94,46 @@ class PatchHeads(nn.Module):
         return loss
 
 
+def use_plain_attention(model: Any) -> None:
+    AttentionInterface.register(_ATTENTION, _plain_attention)
+    model.set_attn_implementation({"text_config": _ATTENTION, "vision_config": "sdpa"})
+
+
+def rows_of(step: int, maker: RowMaker, count: int = ROWS_BATCH) -> list[Row]:
+    """A batch; it depends on the step alone."""
+    random = Random(7_000_003 + step)
+    return [maker.row(random) for _ in range(count)]
+
+
+def pictures_of(rows: list[Row]) -> np.ndarray:
+    """Their indices, in the order of their tokens."""
+    return np.array([index for row in rows for index in row.pictures])
+
+
+def features_of(model: Any, pictures: Pictures, chosen: np.ndarray) -> torch.Tensor:
+    """`[n, NUM_PATCHES, width]`: what the projector is given."""
+    pixels = normalised(pictures.pixels[chosen])
+    return model.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-1]
+
+
+def answers_loss(model: Any, features: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """`features` are those of all pictures of `rows`, in order."""
+    token_ids = torch.from_numpy(padded([row.token_ids for row in rows], 0))
+    embeddings = model.get_input_embeddings()(token_ids)
+    projected = model.model.multi_modal_projector(features)
+    is_picture = token_ids == model.config.image_token_id
+    embeddings = embeddings.masked_scatter(is_picture[..., None], projected.to(embeddings.dtype))
+    labels = torch.from_numpy(padded([row.labels for row in rows], NOT_LEARNT))
+    hidden = model.model.language_model(
+        inputs_embeds=embeddings,
+        attention_mask=torch.from_numpy(visible(rows))[:, None],
+        position_ids=torch.from_numpy(padded([row.positions for row in rows], 0)),
+        use_cache=False,
+    ).last_hidden_state
+    learnt = labels != NOT_LEARNT
+    return F.cross_entropy(model.lm_head(hidden[learnt]).float(), labels[learnt])
+
+
 class Training:
     """A model in training, its optimizers and its checkpoint."""
 
@@ -102,8 +142,7 @@ class Training:
         self.heads = PatchHeads(model.config.vision_config.hidden_size)
         self.path = path
         self.done = {"tower": 0, "answers": 0}
-        AttentionInterface.register(_ATTENTION, _plain_attention)
-        model.set_attn_implementation({"text_config": _ATTENTION, "vision_config": "sdpa"})
+        use_plain_attention(model)
         if path.exists():
             saved = torch.load(path, weights_only=True)
             self.done = saved["done"]
@@ -131,35 +170,16 @@ class Training:
 
     def _tower_loss(self, step: int, pictures: Pictures) -> torch.Tensor:
         chosen = np.random.default_rng((1, step)).integers(0, len(pictures.scenes), TOWER_BATCH)
-        return self.heads.loss(self._features(pictures, chosen), *_labels_of(pictures, chosen))
+        return self.heads.loss(features_of(self.model, pictures, chosen), *_labels_of(pictures, chosen))
 
     def _answers_loss(self, step: int, pictures: Pictures, maker: RowMaker) -> torch.Tensor:
-        random = Random(7_000_003 + step)
-        rows = [maker.row(random) for _ in range(ROWS_BATCH)]
-        chosen = np.array([index for row in rows for index in row.pictures])
-        features = self._features(pictures, chosen)
-        token_ids = torch.from_numpy(padded([row.token_ids for row in rows], 0))
-        embeddings = self.model.get_input_embeddings()(token_ids)
-        projected = self.model.model.multi_modal_projector(features)
-        is_picture = token_ids == self.model.config.image_token_id
-        embeddings = embeddings.masked_scatter(is_picture[..., None], projected.to(embeddings.dtype))
-        labels = torch.from_numpy(padded([row.labels for row in rows], NOT_LEARNT))
-        hidden = self.model.model.language_model(
-            inputs_embeds=embeddings,
-            attention_mask=torch.from_numpy(visible(rows))[:, None],
-            position_ids=torch.from_numpy(padded([row.positions for row in rows], 0)),
-            use_cache=False,
-        ).last_hidden_state
-        learnt = labels != NOT_LEARNT
-        loss = F.cross_entropy(self.model.lm_head(hidden[learnt]).float(), labels[learnt])
+        rows = rows_of(step, maker)
+        chosen = pictures_of(rows)
+        features = features_of(self.model, pictures, chosen)
+        loss = answers_loss(self.model, features, rows)
         if features.requires_grad:
             loss = loss + 0.1 * self.heads.loss(features, *_labels_of(pictures, chosen))
         return loss
-
-    def _features(self, pictures: Pictures, chosen: np.ndarray) -> torch.Tensor:
-        """`[n, NUM_PATCHES, width]`: what the projector is given."""
-        pixels = normalised(pictures.pixels[chosen])
-        return self.model.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-1]
 
     def _steps(
         self,
