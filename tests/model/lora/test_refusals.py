@@ -224,7 +224,7 @@ def test_weights_that_are_none(llama: Path, adapter: Path, content: bytes, match
 )
 def test_no_message_is_as_long_as_what_it_quotes(llama: Path, adapter: Path, name: str, content: bytes) -> None:
     (adapter / name).write_bytes(content)
-    assert len(refused(adapter, llama, "x{100}.*…$")) < 1100
+    assert len(refused(adapter, llama, "x{100}")) < 1100
 
 
 def test_settings_as_deep_as_can_be_read_are_refused() -> None:
