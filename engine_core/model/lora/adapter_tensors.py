@@ -18,10 +18,12 @@ class ModuleShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterTensors:
-    """Attributes:
-    digest: SHA-256 of all tensors and scalings.
-    base_model: what the adapter says it was trained on; may be empty.
-    parts: by the module's path in the model, on the host, in the file's type.
+    """Of one adapter.
+
+    Attributes:
+        digest: SHA-256 of all tensors and scalings.
+        base_model: what the adapter says it was trained on; may be empty.
+        parts: by the module's path in the model, on the host, in the file's type.
     """
 
     digest: bytes
