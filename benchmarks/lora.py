@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.engine_bench import decoding, random_tokens
 from benchmarks.in_turn import Case, measure, numbers, step_s, table
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams, resolve_model
+from ipc.process import spare_garbage_collector
 
 BLOCK_SIZE = 16
 STEPS_A_ROUND = 8
@@ -203,6 +204,8 @@ def main() -> None:
         able = EngineCore(EngineConfig(**settings, enable_lora=True, max_loras=rows, max_lora_rank=arguments.rank))
         for name, path in zip(names, paths, strict=True):
             able.load_adapter(name, path)
+        # As an engine's process does before it serves.
+        spare_garbage_collector()
         variants = {
             WITHOUT: Variant(plain, ()),
             UNUSED: Variant(able, ()),

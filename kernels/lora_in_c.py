@@ -15,6 +15,7 @@ import torch
 
 from .compiled import library
 from .lora_batch import LoraBatch
+from .one_thread import copy_into
 
 if TYPE_CHECKING:
     from .lora import LoraPart
@@ -167,8 +168,10 @@ def _panels(
     packed = torch.empty((num_panels, num_steps, panel, per_step), dtype=dtype)
     flat = np.zeros((num_panels * panel, num_steps * per_step), _numpy(packed).dtype)
     for values, at in rows:
-        flat[at : at + len(values), :num_inputs] = _numpy(values.detach().to(dtype))
-    # By numpy, which copies in one thread: torch would take cores from the steps that go on meanwhile.
+        rounded = torch.empty(values.shape, dtype=dtype)
+        copy_into(rounded, values.detach())
+        flat[at : at + len(values), :num_inputs] = _numpy(rounded)
+    # By numpy, for the same reason.
     np.copyto(_numpy(packed), flat.reshape(num_panels, panel, num_steps, per_step).transpose(0, 2, 1, 3))
     return packed
 

@@ -234,6 +234,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Sequence[ScheduledRequest]) -> LaunchedStep:
         """As `engine_core.runner.Runner.launch`."""
+        if self._adapters is not None:
+            self._adapters.pace.step_begins()
         return self._launch(batch, self.pool)
 
     def _forward(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from engine_core import EngineConfig, EngineRequest
 from engine_core.errors import AdapterError
 from engine_core.model.loader import load_config, load_model
 from engine_core.model.lora.adapter_rows import RowKind
-from engine_core.model.lora.background import in_background
 from engine_core.model.lora.target_layers import find_targets
 from engine_core.model.runner import ModelRunner
 from ipc.messages import SamplingParams
@@ -181,18 +178,3 @@ def test_log_probabilities_of_a_prompt_come_from_the_adapters_own_head(llama: Pa
                     logits = model(input_ids=ids).logits[0]
             expected = logits.log_softmax(dim=-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
             assert found[name or "nobody"] == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
-
-
-def test_reading_leaves_its_callers_priority_alone() -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    within = in_background(lambda: (os.getpriority(os.PRIO_PROCESS, 0), threading.get_ident()))
-    assert within[0] > before and within[1] != threading.get_ident()
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
-
-
-def test_what_goes_wrong_in_the_background_comes_back() -> None:
-    def fail() -> None:
-        raise AdapterError("as it was", "invalid_adapter", "lora_path")
-
-    with pytest.raises(AdapterError, match="as it was"):
-        in_background(fail)

@@ -16,6 +16,7 @@ import torch
 from engine_core.model.device_queue import DeviceQueue
 from kernels.lora import LoraPart, LoraWeights
 from kernels.lora_in_c import PackedLora, pack_lora
+from kernels.one_thread import copy_into
 
 _ALIGNMENT_BYTES = 64
 
@@ -31,9 +32,9 @@ class OutputSlice(NamedTuple):
 class AdapterRooms(Protocol):
     """Of several layers."""
 
-    def pack(self, parts: Mapping[str, LoraPart]) -> tuple[Any, int]:
+    def pack(self, parts: Mapping[str, LoraPart], pause: Callable[[], None]) -> tuple[Any, int]:
         """What `place` takes of an adapter that has these `parts`, by path, and how many bytes that is. Paths of other
-        layers are not looked at. Any thread may call this at any time.
+        layers are not looked at. Any thread may call this at any time; `pause` is called after every piece of the work.
         """
         ...
 
@@ -78,8 +79,11 @@ class PointerRooms:
         self._rooms = list(rooms)
         self._is_used: dict[int, list[bool]] = {}
 
-    def pack(self, parts: Mapping[str, LoraPart]) -> tuple[list[PackedLora | None], int]:
-        packed = [room.pack(parts) for room in self._rooms]
+    def pack(self, parts: Mapping[str, LoraPart], pause: Callable[[], None]) -> tuple[list[PackedLora | None], int]:
+        packed = []
+        for room in self._rooms:
+            packed.append(room.pack(parts))
+            pause()
         return packed, sum(one.num_bytes for one in packed if one is not None)
 
     def place(self, slot: int, packed: list[PackedLora | None]) -> None:
@@ -145,7 +149,7 @@ class TensorRooms:
             for shape, ranks, scaling in zip(shapes, self._ranks, self._scaling, strict=True)
         ]
 
-    def pack(self, parts: Mapping[str, LoraPart]) -> tuple[_InHostMemory, int]:
+    def pack(self, parts: Mapping[str, LoraPart], pause: Callable[[], None]) -> tuple[_InHostMemory, int]:
         found = [parts.get(shape.path) for shape in self._shapes]
         memory = _HostMemory(self._queue, sum(self._bytes_of(*pair) for pair in zip(self._shapes, found, strict=True)))
         weights: list[tuple[torch.Tensor, torch.Tensor] | None] = []
@@ -156,11 +160,12 @@ class TensorRooms:
             rank = len(part.a)
             a = memory.take((rank, shape.in_features), shape.dtype)
             b = memory.take((shape.out_features, self._max_rank), shape.dtype)
-            a.copy_(part.a)
+            copy_into(a, part.a)
             # Whole rows are copied to the device, and what is behind a rank is not read.
-            b[:, :rank].copy_(part.b)
+            copy_into(b[:, :rank], part.b)
             b[:, rank:].zero_()
             weights.append((a, b))
+            pause()
         ranks = memory.take((len(found),), torch.int32)
         ranks.copy_(torch.tensor([0 if part is None else len(part.a) for part in found]))
         scaling = memory.take((len(found),), torch.float32)

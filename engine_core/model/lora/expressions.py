@@ -46,14 +46,15 @@ def first_matches(questions: Mapping[str, Question], texts: Sequence[str]) -> di
         "seconds": _LIMIT_S,
     }
     try:
-        # Without the site's packages it starts at once. In a session of its own a terminal's Ctrl-C does not reach it.
+        # Without the site's packages it starts at once. In a group of its own a terminal's Ctrl-C does not reach it; in
+        # a session of its own its niceness would count for nothing beside the engine (Linux's autogroups).
         child = subprocess.run(
             [sys.executable, "-I", "-S", str(Path(pattern_process.__file__))],
             input=json.dumps(task).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=_START_LIMIT_S,
-            start_new_session=True,
+            process_group=0,
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -24,12 +24,13 @@ from kernels import lora_in_c
 from kernels.lora import LoraPart, LoraWeights
 from kernels.lora_batch import LoraBatch, lora_batch
 from kernels.lora_in_c import LoraSlots
+from kernels.one_thread import chunks
 
 from .adapter_rooms import AdapterRooms, OutputSlice, PointerRoom, PointerRooms, TensorRooms, TensorShape
 from .adapter_rows import AdapterRows, LayerAdapters, RowKind
 from .adapter_tensors import ModuleShape
-from .background import in_background
 from .lora_linear import LoraLinear
+from .pace import Pace, Work
 from .read_adapter import read_adapter_tensors
 from .target_layers import TargetLayer, find_targets, linear_shapes
 
@@ -74,6 +75,7 @@ class ModelAdapters:
 
     Attributes:
         rows: what its layers look at; nothing but while something is computed.
+        pace: is told when a step begins; adapters are read in the pauses.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ModelAdapters:
     ) -> None:
         self._targets, self._device = targets, device
         self.rows = targets.adapters.rows
+        self.pace = Pace()
         self._rooms = _make_rooms(model, targets, device, queue)
         self._changes_logits = np.zeros(targets.adapters.num_slots, dtype=bool)
 
@@ -90,14 +93,14 @@ class ModelAdapters:
 
     def read(self, path: Path, root: Path | None) -> Adapter:
         """As `engine_core.runner.Runner.read_adapter`."""
-        return in_background(lambda: self._read(path, root))
-
-    def _read(self, path: Path, root: Path | None) -> Adapter:
-        targets = self._targets
-        found = read_adapter_tensors(path, root, targets.linears, targets.max_rank, output_head=targets.output_head)
+        targets, work = self._targets, Work(self.pace)
+        found = read_adapter_tensors(
+            path, root, targets.linears, targets.max_rank, output_head=targets.output_head, pause=work.pause
+        )
         for name, part in found.parts.items():
             _check(name, part, targets.layers.get(name))
-        packed, num_bytes = zip(*(rooms.pack(found.parts) for rooms in self._rooms), strict=True)
+            work.pause()
+        packed, num_bytes = zip(*(rooms.pack(found.parts, work.pause) for rooms in self._rooms), strict=True)
         kinds = {targets.layers[name].rows for name in found.parts}
         return Adapter(
             digest=found.digest,
@@ -156,7 +159,7 @@ def _check(name: str, part: LoraPart, layer: TargetLayer | None) -> None:
         )
     if layer.dtype is torch.float16:
         largest = torch.finfo(torch.float16).max
-        if any(tensor.abs().max() > largest for tensor in (part.a, part.b)):
+        if any(chunk.abs().max() > largest for tensor in (part.a, part.b) for chunk in chunks(tensor)):
             raise AdapterError(
                 f"the adapter's weights for {name} are beyond {largest:.0f}, the largest number of float16, in which"
                 " the model is computed",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from kernels.lora import LoraPart
+from kernels.one_thread import chunks
 
 from .adapter_directory import WEIGHTS_NAME, open_file
 from .adapter_tensors import AdapterTensors, ModuleShape
@@ -23,7 +24,13 @@ _MAX_CONFIG_BYTES = 1_000_000
 
 
 def read_adapter_tensors(
-    path: Path, root: Path | None, modules: Mapping[str, ModuleShape], max_rank: int, *, output_head: str | None
+    path: Path,
+    root: Path | None,
+    modules: Mapping[str, ModuleShape],
+    max_rank: int,
+    *,
+    output_head: str | None,
+    pause: Callable[[], None],
 ) -> AdapterTensors:
     """The LoRA adapter in the directory `path`, checked to compute on this model what PEFT would compute.
 
@@ -34,6 +41,7 @@ def read_adapter_tensors(
         modules: all `nn.Linear` of the base model by their paths in it, as transformers names them.
         max_rank: of any module.
         output_head: which of `modules` makes logits; `all-linear` leaves it out.
+        pause: called after every piece of the work.
 
     Any thread may call this; others go on meanwhile. Weights are read once everything else was found right, so what is
     refused costs next to nothing, however large it is. Raises AdapterError.
@@ -41,11 +49,15 @@ def read_adapter_tensors(
     config = parse_peft_config(_read_config(path, root))
     base_model = config.base_model_name_or_path or ""
     with open_file(path, root, WEIGHTS_NAME) as weights:
+        pause()
         stored = read_header(weights, WEIGHTS_NAME)
+        pause()
         names = tensors_by_module(stored, modules, WEIGHTS_NAME, base_model)
+        pause()
         targets = find_targets(config, modules, output_head)
         _check_same_modules(names, targets)
         _check_called_as_now(config, names)
+        pause()
         for module, target in targets.items():
             _check_shapes(stored, names[module], modules[module], target, max_rank, base_model)
 
@@ -54,7 +66,9 @@ def read_adapter_tensors(
         for module in sorted(targets):
             a, b = (_read_weights(weights, stored[name], name) for name in names[module][:2])
             parts[module] = LoraPart(a, b, targets[module].scaling)
+            pause()
             digest.add(module, parts[module])
+            pause()
     return AdapterTensors(digest.digest(), base_model, parts)
 
 
@@ -123,6 +137,6 @@ def _check_shapes(
 
 def _read_weights(descriptor: int, tensor: StoredTensor, name: str) -> torch.Tensor:
     values = read_tensor(descriptor, tensor, WEIGHTS_NAME)
-    if not bool(values.isfinite().all()):
+    if not all(bool(chunk.isfinite().all()) for chunk in chunks(values)):
         raise invalid_adapter(f"{WEIGHTS_NAME}: {quoted(name)} has values that are infinite or no numbers")
     return values

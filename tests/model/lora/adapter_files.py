@@ -36,7 +36,7 @@ def linear_layers(model: torch.nn.Module) -> dict[str, ModuleShape]:
 
 def read(directory: Path | str, model: Path, *, root: Path | None = None, max_rank: int = MAX_RANK) -> AdapterTensors:
     modules = linear_layers(bare_model(model))
-    return read_adapter_tensors(Path(directory), root, modules, max_rank, output_head="lm_head")
+    return read_adapter_tensors(Path(directory), root, modules, max_rank, output_head="lm_head", pause=lambda: None)
 
 
 def change_settings(directory: Path, **settings: Any) -> None:
