@@ -16,7 +16,6 @@ from ipc.kv_events import KVEvent
 from ipc.messages import (
     AdapterInfo,
     CacheProbe,
-    EngineCapabilities,
     EngineOutputs,
     EngineRequest,
     RequestError,
@@ -26,28 +25,24 @@ from ipc.stats import EngineStats, PrefixCacheReset
 
 from .admission import AdmissionGate
 from .ahead import schedule_ahead
+from .capabilities import engine_capabilities
 from .checks import check_config, check_request
 from .config import EngineConfig
 from .encoder_cache import encoder_cache_bytes
-from .errors import AdapterError, InvalidConfigError, InvalidRequestError
+from .errors import InvalidRequestError
 from .feature_checks import FeatureLimits, check_features, check_inputs
 from .features import FeatureManager
 from .kv_cache import BlockHasher, BlockResidency, KVCacheManager
 from .kv_cache.explain import explain_cache, probe_cache
-from .kv_cache.groups import longest_sequence, most_blocks
 from .kv_events.describe import EventDescriber
 from .kv_events.recorder import KVEventRecorder
-from .lora.adapter import Adapter
-from .lora.registry import AdapterRegistry
-from .lora.slots import AdapterSlots
+from .lora.engine_adapters import EngineAdapters
 from .request import Request
-from .runner import LaunchedStep, ModelInfo, Runner, StepResult
+from .runner import LaunchedStep, Runner, StepResult
 from .scheduler import Scheduler
 from .step import Step
 
 logger = logging.getLogger(__name__)
-
-_LORA_IS_OFF = "this engine was started without enable_lora"
 
 
 class EngineCore:
@@ -81,22 +76,8 @@ class EngineCore:
         self.config = config
         self.runner = runner
         info = runner.info
-        max_model_len = usable_model_len(config, info)
-        pool_tokens = _longest_in_pool(config, info, max_model_len + 1)
-        self.capabilities = EngineCapabilities(
-            model=info.name,
-            max_model_len=max_model_len,
-            vocab_size=info.vocab_size,
-            block_size=config.block_size,
-            num_blocks=info.num_blocks,
-            hash_algo=config.prefix_caching_hash_algo,
-            cache_namespace=info.cache_namespace,
-            cache_config=_cache_config(config) | _cache_size(config, info, max_model_len),
-            tokenizer_digest=info.tokenizer_digest,
-            is_limited_by_pool=pool_tokens == max_model_len,
-            max_loras=info.num_adapter_slots if config.enable_lora else 0,
-        )
-        self._adapters = load_adapters(config, runner)
+        self.capabilities = engine_capabilities(config, info)
+        self._adapters = EngineAdapters(config, runner)
         self._hasher = BlockHasher(
             config.prefix_caching_hash_algo,
             config.block_size,
@@ -128,7 +109,7 @@ class EngineCore:
             ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_model_len=self.capabilities.max_model_len,
             eos_token_ids=info.eos_token_ids,
             hash_blocks=self._hash_blocks,
             policy=config.scheduling_policy,
@@ -138,7 +119,7 @@ class EngineCore:
             num_watermark_blocks=int(config.watermark * info.num_blocks),
             share_in_flight=config.share_in_flight,
             features=self._features,
-            adapter_slots=None if self._adapters is None else make_adapter_slots(runner, self._adapters),
+            adapter_slots=self._adapters.slots,
         )
         self._gate = AdmissionGate(
             self._scheduler,
@@ -173,7 +154,7 @@ class EngineCore:
             InvalidRequestError: it can never run here.
         """
         check_request(request, self.capabilities)
-        adapter = self._adapter_of(request)
+        adapter = self._adapters.of_request(request)
         units = check_features(request, self._feature_limits)
         if request.mm_features:
             try:
@@ -194,23 +175,6 @@ class EngineCore:
         self._hash_blocks(prepared)
         return prepared
 
-    def _adapter_of(self, request: EngineRequest) -> Adapter | None:
-        if self._adapters is None:
-            if request.adapter:
-                raise InvalidRequestError(f"adapter: {_LORA_IS_OFF}", "adapter")
-            return None
-        if any(span.kind == "lora" for span in request.extra_key_spans):
-            raise InvalidRequestError(
-                "extra_key_spans: with enable_lora, spans of the kind 'lora' are the engine's: name an `adapter`",
-                "extra_key_spans",
-            )
-        if not request.adapter:
-            return None
-        adapter = self._adapters.get(request.adapter)
-        if adapter is None:
-            raise InvalidRequestError(f"adapter: no adapter is called {request.adapter[:300]!r}", "adapter")
-        return adapter
-
     def load_adapter(
         self,
         name: str,
@@ -229,9 +193,7 @@ class EngineCore:
         Raises:
             AdapterError: nothing has changed; `.reason` and `.param` are those of `ipc.messages.AdapterAnswer`.
         """
-        return self._need_adapters().load(
-            name, path, None if root is None else Path(root), replaces=replaces, digest=digest
-        )
+        return self._adapters.load(name, path, None if root is None else Path(root), replaces=replaces, digest=digest)
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """No further request may ask for `name`; those that were prepared with it keep its adapter to their end.
@@ -239,16 +201,11 @@ class EngineCore:
         Raises:
             AdapterError: no adapter is called so.
         """
-        return self._need_adapters().unload(name)
+        return self._adapters.unload(name)
 
     def adapters(self) -> list[AdapterInfo]:
         """The adapters that are loaded, in the order in which their names came."""
-        return [] if self._adapters is None else self._adapters.infos()
-
-    def _need_adapters(self) -> AdapterRegistry:
-        if self._adapters is None:
-            raise AdapterError(_LORA_IS_OFF, "lora_disabled", "lora_name")
-        return self._adapters
+        return self._adapters.infos()
 
     def add_prepared(self, request: Request) -> None:
         """Queue what `prepare_request` returned.
@@ -422,7 +379,7 @@ class EngineCore:
             kept_blocks_given_up=pool.kept.num_given_up_blocks,
             block_residency={} if self._residency is None else self._residency.durations(),
             num_adapters=len(self.adapters()),
-            adapter_bytes=0 if self._adapters is None else self._adapters.num_bytes,
+            adapter_bytes=self._adapters.num_bytes,
             adapter_slots=slots.num_slots,
             adapter_slots_in_use=slots.num_held,
             adapter_placements=slots.num_placements,
@@ -455,85 +412,6 @@ class _Launch:
             raise self.error
         assert self.running is not None
         return self.running.wait()
-
-
-def _cache_config(config: EngineConfig) -> dict[str, str]:
-    """The KV cache's settings, under the names that the metrics of peers give them, and what its contents come from."""
-    return {
-        "block_size": str(config.block_size),
-        "cache_dtype": config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        "enable_prefix_caching": str(config.enable_prefix_caching),
-        "gpu_memory_utilization": str(config.gpu_memory_utilization),
-        "hash_block_size": str(config.block_size),
-        "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
-        "num_gpu_blocks_override": str(config.num_blocks),
-        "prefix_caching_hash_algo": config.prefix_caching_hash_algo,
-        "quantization": str(config.quantization),
-    }
-
-
-def _cache_size(config: EngineConfig, info: ModelInfo, max_model_len: int) -> dict[str, str]:
-    """How many of the longest requests find room at once, and their tokens, under the same kind of names."""
-    most = most_blocks(info.windows, max_model_len, config.block_size, config.max_num_batched_tokens)
-    return {
-        "kv_cache_max_concurrency": f"{info.num_blocks / most:.2f}",
-        "kv_cache_size_tokens": str(info.num_blocks * max_model_len // most),
-    }
-
-
-def _longest_in_pool(config: EngineConfig, info: ModelInfo, limit_tokens: int) -> int:
-    return longest_sequence(
-        info.windows, info.num_blocks, config.block_size, config.max_num_batched_tokens, limit_tokens=limit_tokens
-    )
-
-
-def usable_model_len(config: EngineConfig, info: ModelInfo) -> int:
-    """Most tokens of one request: what was asked for or the model's context, as far as pool and step can hold it.
-
-    Raises:
-        InvalidConfigError: that is not even one token of prompt and one of output.
-    """
-    wanted = config.max_model_len or info.max_model_len
-    pool_tokens = _longest_in_pool(config, info, wanted)
-    step_tokens = wanted if config.enable_chunked_prefill else config.max_num_batched_tokens
-    usable = min(wanted, pool_tokens, step_tokens)
-    if usable < 2:
-        raise InvalidConfigError(
-            f"max_model_len: at most {usable} tokens per request (wanted {wanted}, the KV pool of {info.num_blocks}"
-            f" blocks holds {pool_tokens}, a step {step_tokens}); a prompt and its first output need 2"
-        )
-    if usable < wanted:
-        logger.warning(
-            "max_model_len_capped wanted=%d usable=%d pool_tokens=%d step_tokens=%d",
-            wanted,
-            usable,
-            pool_tokens,
-            step_tokens,
-        )
-    return usable
-
-
-def load_adapters(config: EngineConfig, runner: Runner) -> AdapterRegistry | None:
-    """With those that are to be loaded at start; None where requests cannot ask for adapters.
-
-    Raises:
-        InvalidConfigError: the runner has no slots for adapters, or one of `lora_modules` cannot be loaded.
-    """
-    if not config.enable_lora:
-        return None
-    if runner.info.num_adapter_slots == 0:
-        raise InvalidConfigError(f"enable_lora: {runner.info.name} is computed without slots for adapters")
-    registry = AdapterRegistry(runner.read_adapter, config.max_cpu_loras, runner.info.name)
-    for module in config.lora_modules:
-        try:
-            registry.load(module.name, module.path)
-        except AdapterError as error:
-            raise InvalidConfigError(f"lora_modules: {module.name}={module.path}: {error}") from error
-    return registry
-
-
-def make_adapter_slots(runner: Runner, adapters: AdapterRegistry) -> AdapterSlots:
-    return AdapterSlots(runner.info.num_adapter_slots, runner.place_adapter, runner.clear_adapter, adapters.is_loaded)
 
 
 def make_feature_manager(config: EngineConfig, runner: Runner) -> FeatureManager | None:
