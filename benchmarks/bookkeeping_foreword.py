@@ -11,7 +11,7 @@ from engine_core.kv_cache import BlockHasher, KVCacheManager, PrefixHit
 from engine_core.request import Request
 from engine_core.runner import StepResult
 from engine_core.scheduler import Scheduler
-from ipc.messages import EngineRequest, SamplingParams
+from ipc.vocabulary import EngineRequest, SamplingParams
 
 
 class Foreword:

@@ -22,7 +22,7 @@ from engine_core.request import Request
 from engine_core.runner import StepResult
 from engine_core.scheduler import Scheduler
 from ipc.kv_events import BatchEncoder, KVEventTable, decode_batch
-from ipc.messages import EngineRequest, SamplingParams
+from ipc.vocabulary import EngineRequest, SamplingParams
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 512

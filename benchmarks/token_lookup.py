@@ -17,7 +17,7 @@ from typing import get_args
 from engine_core.config import PrefixMatchUnit
 from engine_core.kv_cache import BlockHasher, KVCacheManager
 from engine_core.request import Request
-from ipc.messages import EngineRequest, SamplingParams
+from ipc.vocabulary import EngineRequest, SamplingParams
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 150_000

@@ -16,7 +16,7 @@ from engine_core.kv_cache import BlockHasher, KVCacheManager
 from engine_core.request import Request
 from engine_core.runner import StepResult
 from engine_core.scheduler import Scheduler
-from ipc.messages import EngineRequest, SamplingParams
+from ipc.vocabulary import EngineRequest, SamplingParams
 
 NEVER = sys.maxsize
 

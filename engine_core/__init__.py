@@ -11,12 +11,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ipc.messages import (
+    from ipc.messages import EngineOutputs
+    from ipc.stats import EngineStats, PrefixCacheReset
+    from ipc.vocabulary import (
         AdapterInfo,
         CacheExplanation,
         CacheProbe,
         EngineCapabilities,
-        EngineOutputs,
         EngineRequest,
         ExtraKeySpan,
         MultimodalFeature,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         SamplingParams,
         WantedFeature,
     )
-    from ipc.stats import EngineStats, PrefixCacheReset
 
     from .config import EngineConfig, LoraModule
     from .engine import EngineCore
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "AdapterInfo": "ipc.messages",
-    "CacheExplanation": "ipc.messages",
-    "CacheProbe": "ipc.messages",
-    "EngineCapabilities": "ipc.messages",
+    "AdapterInfo": "ipc.vocabulary",
+    "CacheExplanation": "ipc.vocabulary",
+    "CacheProbe": "ipc.vocabulary",
+    "EngineCapabilities": "ipc.vocabulary",
     "EngineOutputs": "ipc.messages",
-    "EngineRequest": "ipc.messages",
-    "ExtraKeySpan": "ipc.messages",
-    "MultimodalFeature": "ipc.messages",
-    "RequestError": "ipc.messages",
-    "RequestOutput": "ipc.messages",
-    "SamplingParams": "ipc.messages",
-    "WantedFeature": "ipc.messages",
+    "EngineRequest": "ipc.vocabulary",
+    "ExtraKeySpan": "ipc.vocabulary",
+    "MultimodalFeature": "ipc.vocabulary",
+    "RequestError": "ipc.vocabulary",
+    "RequestOutput": "ipc.vocabulary",
+    "SamplingParams": "ipc.vocabulary",
+    "WantedFeature": "ipc.vocabulary",
     "EngineConfig": "engine_core.config",
     "LoraModule": "engine_core.config",
     "EngineCore": "engine_core.engine",

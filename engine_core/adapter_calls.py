@@ -10,7 +10,8 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import TYPE_CHECKING, TypeAlias
 
-from ipc.messages import AdapterAnswer, AdapterInfo, LoadAdapter, RequestError, UnloadAdapter
+from ipc.messages import AdapterAnswer, LoadAdapter, UnloadAdapter
+from ipc.vocabulary import AdapterInfo, RequestError
 
 from .errors import AdapterError
 

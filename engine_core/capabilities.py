@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ipc.messages import EngineCapabilities
+from ipc.vocabulary import EngineCapabilities
 
 from .config import EngineConfig
 from .errors import InvalidConfigError

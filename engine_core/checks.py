@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable
 
-from ipc.messages import (
+from ipc.vocabulary import (
     MAX_KEPT_PREFIXES,
     MAX_KEPT_PRIORITY,
     MAX_KEPT_TTL_S,

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ipc.messages import CacheProbe, RequestError
 from ipc.stats import PrefixCacheReset
+from ipc.vocabulary import CacheProbe, RequestError
 
 from .request import Request
 

@@ -13,15 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from ipc.kv_events import KVEvent
-from ipc.messages import (
-    AdapterInfo,
-    CacheProbe,
-    EngineOutputs,
-    EngineRequest,
-    RequestError,
-    WantedFeature,
-)
+from ipc.messages import EngineOutputs
 from ipc.stats import EngineStats, PrefixCacheReset
+from ipc.vocabulary import AdapterInfo, CacheProbe, EngineRequest, RequestError, WantedFeature
 
 from .admission import AdmissionGate
 from .ahead import schedule_ahead

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ipc.messages import EngineRequest, ExtraKeySpan, MultimodalFeature
+from ipc.vocabulary import EngineRequest, ExtraKeySpan, MultimodalFeature
 
 from .config import EngineConfig
 from .errors import InvalidRequestError

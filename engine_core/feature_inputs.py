@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ipc.messages import MultimodalFeature, WantedFeature
+from ipc.vocabulary import MultimodalFeature, WantedFeature
 
 from .request import Request
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from ipc.messages import MultimodalFeature
+from ipc.vocabulary import MultimodalFeature
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from ipc.messages import MultimodalFeature, RequestError, WantedFeature
+from ipc.vocabulary import MultimodalFeature, RequestError, WantedFeature
 
 from .encoder_cache import CachedOutput, EncoderCache
 from .feature_inputs import FeatureInputs, Inputs

@@ -34,12 +34,9 @@ from ipc.messages import (
     AdapterAnswer,
     Adapters,
     AddRequest,
-    CacheProbe,
     CacheProbed,
-    EngineCapabilities,
     EngineMessage,
     EngineOutputs,
-    EngineRequest,
     FrontendMessage,
     GetStats,
     Goodbye,
@@ -49,18 +46,16 @@ from ipc.messages import (
     PrefixCacheWasReset,
     ProbeCache,
     Refused,
-    RequestError,
-    RequestOutput,
     ResetPrefixCache,
     Stats,
     SupplyFeature,
     UnloadAdapter,
-    WantedFeature,
     WantFeatures,
     Welcome,
 )
 from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
 from ipc.stats import EngineStats, PrefixCacheReset
+from ipc.vocabulary import CacheProbe, EngineCapabilities, EngineRequest, RequestError, RequestOutput, WantedFeature
 from ipc.wakeup import Wakeup
 
 from .adapter_calls import AdapterCalls

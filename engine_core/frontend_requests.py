@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ipc.messages import EngineRequest, RequestError, RequestOutput, WantedFeature
+from ipc.vocabulary import EngineRequest, RequestError, RequestOutput, WantedFeature
 
 from .errors import InvalidRequestError
 from .frontend_session import FrontendSession

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import zmq
 
 from ipc.codec import WireError, encode
-from ipc.messages import EngineMessage, EngineOutputs, RequestOutput
+from ipc.messages import EngineMessage, EngineOutputs
 from ipc.sequence import UNCOUNTED, Verdict, first_sequence, judge
+from ipc.vocabulary import RequestOutput
 
 
 class FrontendLostError(Exception):

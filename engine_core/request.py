@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ipc.messages import EngineRequest, ExtraKeySpan, MissReason, RequestTiming, SamplingParams, TokenLogprob
+from ipc.vocabulary import EngineRequest, ExtraKeySpan, MissReason, RequestTiming, SamplingParams, TokenLogprob
 
 from .feature_layout import FeatureUnit
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ipc.messages import MultimodalFeature, TokenLogprob
+from ipc.vocabulary import MultimodalFeature, TokenLogprob
 
 from .lora.adapter import Adapter
 from .request import Request

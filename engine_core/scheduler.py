@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ipc.messages import RequestError, RequestOutput
+from ipc.vocabulary import RequestError, RequestOutput
 
 from .config import SchedulingPolicy
 from .features import FeatureError, FeatureManager

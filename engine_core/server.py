@@ -27,7 +27,7 @@ import zmq
 from ipc.curve import EngineKeys
 from ipc.key_files import KeyFileError, load_key_pair
 from ipc.logs import configure_logging
-from ipc.messages import EngineOutputs, RequestError, RequestOutput
+from ipc.messages import EngineOutputs
 from ipc.process import (
     STARTUP_FAILURE_EXIT_CODE,
     exit_with_supervisor,
@@ -36,6 +36,7 @@ from ipc.process import (
 )
 from ipc.sockets import check_listenable
 from ipc.stats import EngineStats
+from ipc.vocabulary import RequestError, RequestOutput
 
 from .adapter_calls import AdapterCalls
 from .commands import Abort, AbortContinuations, Add, Command, Drain, Probe, Reset, SnapshotKVCache, Stop, Supply

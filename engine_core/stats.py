@@ -6,8 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import get_args
 
-from ipc.messages import MissReason
 from ipc.stats import STEP_TOKENS_BOUNDS
+from ipc.vocabulary import MissReason
 
 from .request import Request, RequestStatus
 

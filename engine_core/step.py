@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ipc.messages import RequestError, RequestOutput
+from ipc.vocabulary import RequestError, RequestOutput
 
 from .request import Request
 from .runner import ScheduledRequest, SlotCopy

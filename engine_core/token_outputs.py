@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from ipc.messages import CacheReport, FinishReason, RequestOutput, TokenLogprob
+from ipc.vocabulary import CacheReport, FinishReason, RequestOutput, TokenLogprob
 
 from .request import Request
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ipc.messages import AdapterInfo
+from ipc.vocabulary import AdapterInfo
 
 from .engine_client import EngineClient, Occasion
 

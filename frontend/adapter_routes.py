@@ -11,7 +11,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 from msgspec import Struct
 
-from ipc.messages import RequestError
+from ipc.vocabulary import RequestError
 
 from .api_key import check_may_administer
 from .engine_errors import RequestRefusedError

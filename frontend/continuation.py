@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ipc.messages import CacheReport, RequestError, RequestOutput, TokenLogprob
+from ipc.vocabulary import CacheReport, RequestError, RequestOutput, TokenLogprob
 
 from .detokenizer import Detokenizer
 from .engine_errors import RequestRefusedError

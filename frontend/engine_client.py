@@ -24,14 +24,10 @@ from ipc.drops import DropCounter
 from ipc.endpoints import check_endpoint
 from ipc.messages import (
     AdapterAnswer,
-    AdapterInfo,
     Adapters,
-    CacheProbe,
     CacheProbed,
-    EngineCapabilities,
     EngineMessage,
     EngineOutputs,
-    EngineRequest,
     FrontendMessage,
     GetStats,
     Goodbye,
@@ -41,7 +37,6 @@ from ipc.messages import (
     PrefixCacheWasReset,
     ProbeCache,
     Refused,
-    RequestError,
     ResetPrefixCache,
     Stats,
     UnloadAdapter,
@@ -49,6 +44,7 @@ from ipc.messages import (
     Welcome,
 )
 from ipc.stats import PrefixCacheReset
+from ipc.vocabulary import AdapterInfo, CacheProbe, EngineCapabilities, EngineRequest, RequestError
 
 from .engine_calls import EngineCalls, EngineSnapshot
 from .engine_errors import EngineUnavailableError, RequestRefusedError

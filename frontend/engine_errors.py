@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ipc.messages import RequestError
+from ipc.vocabulary import RequestError
 
 
 class EngineUnavailableError(Exception):

@@ -15,7 +15,7 @@ from typing import Literal, Self
 from engine_core import tokenizer_digest
 from ipc.curve import FrontendKeys
 from ipc.key_files import load_key_pair, load_public_key
-from ipc.messages import EngineCapabilities, EngineRequest, RequestError, RequestOutput
+from ipc.vocabulary import EngineCapabilities, EngineRequest, RequestError, RequestOutput
 
 from .engine_client import EngineClient, capabilities_of
 from .engine_errors import EngineUnavailableError, RequestRefusedError

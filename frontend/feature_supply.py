@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from ipc.codec import WireError
-from ipc.messages import RequestError, SupplyFeature, WantedFeature
+from ipc.messages import SupplyFeature
+from ipc.vocabulary import RequestError, WantedFeature
 
 from .engine_session import EngineSession
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from ipc.messages import EngineRequest, TokenLogprob
+from ipc.vocabulary import EngineRequest, TokenLogprob
 
 from .continuation import Continuation, TextDelta
 from .detokenizer import Detokenizer

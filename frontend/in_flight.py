@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ipc.codec import WireError, encode
-from ipc.messages import AbortRequests, AddRequest, EngineRequest, RequestError, RequestOutput, WantedFeature
+from ipc.messages import AbortRequests, AddRequest
 from ipc.sequence import UNCOUNTED
+from ipc.vocabulary import EngineRequest, RequestError, RequestOutput, WantedFeature
 
 from .engine_errors import RequestRefusedError
 from .engine_session import EngineSession

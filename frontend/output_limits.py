@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ipc.messages import EngineCapabilities
+from ipc.vocabulary import EngineCapabilities
 
 from .errors import invalid_request
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
-from ipc.messages import AdapterInfo, RequestError
+from ipc.vocabulary import AdapterInfo, RequestError
 
 from .adapter_catalog import AdapterCatalog, Repair
 from .engine_client import EngineClient, Occasion, capabilities_of

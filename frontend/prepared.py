@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from ipc.messages import CacheReport, EngineRequest, MissReason, SamplingParams
+from ipc.vocabulary import CacheReport, EngineRequest, MissReason, SamplingParams
 
 from .choice import CallableTools
 from .continuation import TextDelta

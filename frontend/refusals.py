@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ipc.messages import RequestError
+from ipc.vocabulary import RequestError
 
 from .engine_errors import EngineUnavailableError, RequestRefusedError
 from .errors import ApiError, internal_error, invalid_request, model_not_found, overloaded, shutting_down, unavailable

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from ipc.messages import RequestOutput
+from ipc.vocabulary import RequestOutput
 
 from .engine_errors import RequestRefusedError
 

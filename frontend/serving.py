@@ -12,7 +12,7 @@ from frontend.errors import model_not_found
 from frontend.isolation import IsolationMode
 from frontend.metrics import Metrics
 from frontend.prompt.processor import PromptProcessor
-from ipc.messages import AdapterInfo, EngineCapabilities
+from ipc.vocabulary import AdapterInfo, EngineCapabilities
 
 # Of many adapters, an error names as many as one would read.
 _MAX_LISTED = 20

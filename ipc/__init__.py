@@ -1,5 +1,5 @@
 """What travels between processes: message types, wire codec, sockets.
 
-Imports nothing of Foreword's. `ipc.messages` is also the vocabulary of the embedding API: the engine
-core re-exports the types a caller needs.
+Imports nothing of Foreword's. `ipc.vocabulary` is also that of the embedding API: the engine core
+re-exports the types a caller needs.
 """

@@ -9,8 +9,9 @@ from typing import TypeVar
 import zmq.asyncio
 
 from ipc.codec import Decoder, encode
-from ipc.messages import AdapterInfo, EngineCapabilities, EngineMessage, FrontendMessage, Heartbeat, Hello, Welcome
+from ipc.messages import EngineMessage, FrontendMessage, Heartbeat, Hello, Welcome
 from ipc.sockets import bind_router
+from ipc.vocabulary import AdapterInfo, EngineCapabilities
 
 MessageT = TypeVar("MessageT")
 

@@ -29,7 +29,7 @@ from engine_core.runner import (
     SlotCopy,
     StepResult,
 )
-from ipc.messages import MultimodalFeature
+from ipc.vocabulary import MultimodalFeature
 from tests.fake_adapters import fake_digest, read_fake_adapter, shift_of
 from tests.feature_prompts import content_of, placed_rows, rows_of, true_rows
 

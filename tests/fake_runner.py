@@ -10,7 +10,7 @@ import numpy as np
 
 from engine_core.lora.adapter import Adapter
 from engine_core.runner import ComputedStep, ModelInfo, MultimodalInfo, ScheduledRequest, SlotCopy, StepResult
-from ipc.messages import MultimodalFeature, TokenLogprob
+from ipc.vocabulary import MultimodalFeature, TokenLogprob
 from tests.fake_adapters import fake_digest, read_fake_adapter, shift_of
 
 VOCAB_SIZE = 1000

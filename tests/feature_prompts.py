@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from engine_core.feature_layout import feature_units
-from ipc.messages import ExtraKeySpan, MultimodalFeature
+from ipc.vocabulary import ExtraKeySpan, MultimodalFeature
 
 PLACEHOLDER = 1
 ROW_BREAK = 2

@@ -12,7 +12,7 @@ import numpy as np
 from engine_core.config import EngineConfig
 from engine_core.engine import EngineCore
 from engine_core.runner import MultimodalInfo
-from ipc.messages import EngineRequest, ExtraKeySpan, MultimodalFeature, SamplingParams
+from ipc.vocabulary import EngineRequest, ExtraKeySpan, MultimodalFeature, SamplingParams
 from tests.fake_runner import FakeRunner
 
 PICTURE_TOKEN = 999

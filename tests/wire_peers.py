@@ -24,18 +24,16 @@ from ipc.messages import (
     AddRequest,
     EngineMessage,
     EngineOutputs,
-    EngineRequest,
     FrontendMessage,
     Goodbye,
     Heartbeat,
     Hello,
     Refused,
-    RequestOutput,
-    SamplingParams,
     Welcome,
 )
 from ipc.sequence import UNCOUNTED
 from ipc.sockets import make_dealer
+from ipc.vocabulary import EngineRequest, RequestOutput, SamplingParams
 from tests.fake_runner import FakeRunner
 
 FAST = LinkSettings(heartbeat_interval_s=0.1, frontend_timeout_s=5.0)

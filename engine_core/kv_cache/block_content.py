@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 
 from .spans import spans_by_block
 from .token_bytes import TOKEN_BYTES, token_id_bytes

@@ -43,7 +43,7 @@ import xxhash
 from engine_core.config import HashAlgo
 from engine_core.errors import InvalidConfigError
 from engine_core.request import Request
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 
 from .block_content import block_contents
 from .spans import spans_by_block

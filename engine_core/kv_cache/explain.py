@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.request import Request
-from ipc.messages import CacheExplanation, CacheProbe, MissReason
+from ipc.vocabulary import CacheExplanation, CacheProbe, MissReason
 
 from .block import KVCacheBlock
 from .block_content import (

@@ -10,7 +10,7 @@ from functools import partial
 from engine_core.config import EvictionPolicy, FullPromptHit, PrefixMatchUnit, WindowRetention
 from engine_core.request import Request
 from engine_core.runner import SlotCopy
-from ipc.messages import MissReason
+from ipc.vocabulary import MissReason
 
 from .block import KVCacheBlock
 from .block_content import num_common_tokens, partial_content

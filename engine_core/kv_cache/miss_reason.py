@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine_core.request import Request
-from ipc.messages import MissReason
+from ipc.vocabulary import MissReason
 
 from .block_content import Content, num_content_tokens, partial_content, salts_before
 from .lost_blocks import Loss

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from ipc.messages import MAX_KEPT_PRIORITY, KeepPrefix
+from ipc.vocabulary import MAX_KEPT_PRIORITY, KeepPrefix
 
 from .block import KVCacheBlock
 

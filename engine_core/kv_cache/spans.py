@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 
 _NEVER = 1 << 62
 _KIND_ORDER = {"lora": 0, "mm": 1, "cache_salt": 2, "prompt_embeds": 3}

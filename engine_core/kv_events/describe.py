@@ -12,7 +12,7 @@ from engine_core.config import KVEventHashes
 from engine_core.kv_cache.block_content import Content, KeyedContent, KeySpan
 from engine_core.kv_cache.prefix_tree import PrefixNode
 from ipc.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 
 from .recorder import CacheChange
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine_core.config import EngineConfig
 from engine_core.errors import AdapterError, InvalidConfigError, InvalidRequestError
 from engine_core.runner import Runner
-from ipc.messages import AdapterInfo, EngineRequest
+from ipc.vocabulary import AdapterInfo, EngineRequest
 
 from .adapter import Adapter
 from .registry import AdapterRegistry

@@ -12,7 +12,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from engine_core.errors import AdapterError
-from ipc.messages import AdapterInfo
+from ipc.vocabulary import AdapterInfo
 
 from .adapter import Adapter
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine_core.runner import ScheduledRequest, StepResult
-from ipc.messages import TokenLogprob
+from ipc.vocabulary import TokenLogprob
 from kernels.token_logprobs import TokenLogprobs, token_logprobs
 
 from .input_batch import Places

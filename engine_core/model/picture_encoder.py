@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ipc.messages import MultimodalFeature
+from ipc.vocabulary import MultimodalFeature
 
 from .support import UnsupportedModelError
 

@@ -16,7 +16,7 @@ import torch
 
 from engine_core.request import Request
 from engine_core.runner import ScheduledRequest
-from ipc.messages import MultimodalFeature
+from ipc.vocabulary import MultimodalFeature
 
 _GRID = "image_grid_thw"
 _PICTURE, _TEXT = 1, 0

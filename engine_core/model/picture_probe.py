@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from engine_core.request import Request
 from engine_core.runner import EncodedFeature, ScheduledRequest
-from ipc.messages import EngineRequest, MultimodalFeature
+from ipc.vocabulary import EngineRequest, MultimodalFeature
 
 from .attention import ATTENTION_NAME
 from .picture_encoder import EncodedRows, picture_owner

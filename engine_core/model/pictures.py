@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_core.runner import MultimodalInfo
-from ipc.messages import MultimodalFeature
+from ipc.vocabulary import MultimodalFeature
 
 from .picture_encoder import PictureEncoder, picture_owner
 from .picture_groups import joins_touching

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_core.config import EngineConfig
 from engine_core.request import Request
 from engine_core.runner import ScheduledRequest
-from ipc.messages import EngineRequest, SamplingParams
+from ipc.vocabulary import EngineRequest, SamplingParams
 
 # All of a rehearsal's requests share it, whatever they write.
 SCRATCH_BLOCK_ID = 0

@@ -18,8 +18,8 @@ from engine_core.encoder_cache import encoder_cache_bytes
 from engine_core.errors import AdapterError, InvalidConfigError
 from engine_core.lora.adapter import Adapter
 from engine_core.runner import LaunchedStep, ModelInfo, ScheduledRequest, SlotCopy, StepResult
-from ipc.messages import MultimodalFeature
 from ipc.threads import model_threads
+from ipc.vocabulary import MultimodalFeature
 from kernels.copy_blocks import copy_slots
 from kernels.dispatch import uses_triton
 

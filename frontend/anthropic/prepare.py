@@ -14,7 +14,7 @@ from frontend.prompt.cache_options import CacheOptions
 from frontend.prompt.places import bounds_of
 from frontend.refusals import FieldNames, client_errors, prompt_errors
 from frontend.serving import Serving
-from ipc.messages import SamplingParams
+from ipc.vocabulary import SamplingParams
 
 from .chat_prompt import AskedChat, asked_chat
 from .protocol import CountTokensRequest, MessagesRequest, PromptFields, ToolChoiceAuto, ToolChoiceNone

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from frontend.prepared import TokenCounts
-from ipc.messages import KeepPrefix
+from ipc.vocabulary import KeepPrefix
 
 _HOUR_S = 3600
 

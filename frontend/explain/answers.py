@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ipc.messages import MissReason
+from ipc.vocabulary import MissReason
 
 Component = Literal[
     "none",

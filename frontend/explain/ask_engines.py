@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from frontend.engine_pool import EnginePool, reason_for_clients
-from ipc.messages import CacheProbe, EngineRequest
+from ipc.vocabulary import CacheProbe, EngineRequest
 
 # A step of any length comes first; whoever asks should hear something before proxies give up.
 _TIMEOUT_S = 30.0

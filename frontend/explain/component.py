@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from frontend.prompt.places import MessagePlace, Place, ToolPlace
-from ipc.messages import CacheProbe
+from ipc.vocabulary import CacheProbe
 
 from .answers import Component
 from .dates import are_dates

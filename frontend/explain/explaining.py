@@ -14,7 +14,7 @@ from frontend.prepared import PreparedRequest, engine_requests
 from frontend.prompt.chat import Chat
 from frontend.prompt.places import MessagePlace, Place, ToolPlace
 from frontend.serving import Serving
-from ipc.messages import CacheExplanation, CacheProbe, EngineRequest, ExtraKeySpan, MultimodalFeature
+from ipc.vocabulary import CacheExplanation, CacheProbe, EngineRequest, ExtraKeySpan, MultimodalFeature
 
 from .advice import advice_on, explanation_of
 from .answers import EngineAnswer, ExplainAnswer, PlaceAnswer, ProbeAnswer, Texts

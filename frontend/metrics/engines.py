@@ -25,8 +25,8 @@ from prometheus_client.registry import Collector
 from frontend.engine_calls import EngineSnapshot
 from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError
-from ipc.messages import MissReason
 from ipc.stats import RESIDENCY_BOUNDS_S, STEP_TOKENS_BOUNDS, Durations, EngineStats
+from ipc.vocabulary import MissReason
 
 from .families import PREFIX
 

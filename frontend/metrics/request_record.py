@@ -12,7 +12,7 @@ from typing import Literal, Self
 from frontend.engine_pool import PooledStream
 from frontend.prompt.prompt import num_image_tokens
 from frontend.request_stream import RequestStream
-from ipc.messages import EngineRequest, RequestOutput, RequestTiming
+from ipc.vocabulary import EngineRequest, RequestOutput, RequestTiming
 
 from .families import EngineFamilies, RequestFamilies
 

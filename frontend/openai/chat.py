@@ -15,7 +15,7 @@ from frontend.prepared import PreparedRequest, TokenCounts, run
 from frontend.refusals import client_errors
 from frontend.serving import Serving
 from frontend.streaming import event
-from ipc.messages import TokenLogprob
+from ipc.vocabulary import TokenLogprob
 
 from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatCompletionRequest

@@ -10,7 +10,7 @@ from dataclasses import replace
 from frontend.continuation import ScoredToken, TextDelta
 from frontend.prepared import PreparedRequest
 from frontend.serving import Serving
-from ipc.messages import TokenLogprob
+from ipc.vocabulary import TokenLogprob
 
 
 async def with_prompts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from frontend.continuation import ScoredToken
-from ipc.messages import TokenLogprob
+from ipc.vocabulary import TokenLogprob
 
 from .responses import (
     ChatLogprobs,

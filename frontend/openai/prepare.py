@@ -16,7 +16,7 @@ from frontend.prompt.processor import check_prompt_length
 from frontend.prompt.prompt import Prompt
 from frontend.refusals import client_errors
 from frontend.serving import Serving
-from ipc.messages import EngineCapabilities
+from ipc.vocabulary import EngineCapabilities
 
 from .cache_control import breakpoints_of
 from .chat_prompt import chat_of

@@ -10,13 +10,13 @@ from msgspec import UNSET, Struct, UnsetType
 from frontend.choice import FinishReason
 from frontend.errors import ApiError
 from frontend.prepared import TokenCounts
-from ipc.messages import MissReason
+from ipc.vocabulary import MissReason
 
 
 class PromptTokensDetails(Struct):
     """`image_tokens`: of the prompt's tokens, those that stand for its pictures, cached or not.
 
-    `cache_miss_reason`: why no more of it was cached (`ipc.messages.MissReason`); null if nothing was missing.
+    `cache_miss_reason`: why no more of it was cached (`ipc.vocabulary.MissReason`); null if nothing was missing.
     `kept_tokens`: where some of it was to be kept cached, how much is.
     """
 

@@ -7,7 +7,7 @@ import asyncio
 from frontend.errors import invalid_request
 from frontend.output_limits import check_max_tokens, check_stop_strings
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import EngineCapabilities, SamplingParams
+from ipc.vocabulary import EngineCapabilities, SamplingParams
 
 from .bad_words import bad_words_token_ids
 from .protocol import ChatCompletionRequest, CompletionRequest

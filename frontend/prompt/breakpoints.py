@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ipc.messages import KeepPrefix
+from ipc.vocabulary import KeepPrefix
 
 from .cache_options import CacheControl, CacheOptions, check_cache_options, whole_prompt_kept
 from .places import Place

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from ipc.messages import MAX_KEPT_PREFIXES, MAX_KEPT_PRIORITY, MAX_KEPT_TTL_S, KeepPrefix
+from ipc.vocabulary import MAX_KEPT_PREFIXES, MAX_KEPT_PRIORITY, MAX_KEPT_TTL_S, KeepPrefix
 
 from .errors import PromptError
 

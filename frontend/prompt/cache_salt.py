@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 
 from .errors import PromptError
 from .places import Place, TokenRange

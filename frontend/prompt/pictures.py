@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from frontend.feature_supply import FeatureError
-from ipc.messages import ExtraKeySpan, MultimodalFeature, RequestError
+from ipc.vocabulary import ExtraKeySpan, MultimodalFeature, RequestError
 from multimodal import OptionError, Picture, PictureError, Pictures, PictureSource, PictureStats, PlaceholderError
 
 from .canonical_json import JsonText, canonical_object

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from frontend.feature_supply import FeatureSource
-from ipc.messages import ExtraKeySpan, KeepPrefix, MultimodalFeature
+from ipc.vocabulary import ExtraKeySpan, KeepPrefix, MultimodalFeature
 
 from .places import Place, TokenRange
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine_core.request import Request
-from ipc.messages import EngineRequest, ExtraKeySpan, SamplingParams
+from ipc.vocabulary import EngineRequest, ExtraKeySpan, SamplingParams
 
 
 def make_request(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine_core.kv_cache import BlockHasher, BlockPool
 from engine_core.request import Request
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 from tests.engine_core.make import make_request
 
 ORACLE = Path(__file__).parent.parent / "data" / "oracle"

@@ -10,7 +10,8 @@ import zmq
 
 from engine_core import EngineCore
 from engine_core.server import EngineCoreServer
-from ipc.messages import AbortRequests, AddRequest, EngineRequest, SamplingParams
+from ipc.messages import AbortRequests, AddRequest
+from ipc.vocabulary import EngineRequest, SamplingParams
 from tests.checking_runner import expected_output
 from tests.engine_core.test_engine import VOCAB, B, assert_idle, make_engine, make_request, run, tokens_of
 from tests.fake_runner import continuation

@@ -13,7 +13,7 @@ from engine_core import EngineConfig, EngineCore, EngineRequest, InvalidConfigEr
 from engine_core.config import LoraModule
 from engine_core.errors import AdapterError
 from engine_core.lora.adapter import Adapter
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.engine_core.test_engine import assert_idle
 from tests.fake_adapters import fake_digest, write_fake_adapter

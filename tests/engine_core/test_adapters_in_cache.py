@@ -9,7 +9,7 @@ import pytest
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
 from engine_core.config import HashAlgo, KVEventsConfig
 from ipc.kv_events import BlockStored
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.fake_adapters import fake_digest, write_fake_adapter
 

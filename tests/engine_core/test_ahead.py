@@ -8,7 +8,7 @@ import pytest
 
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
 from engine_core.runner import LaunchedStep, ScheduledRequest, StepResult
-from ipc.messages import RequestOutput
+from ipc.vocabulary import RequestOutput
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.engine_core.test_engine import assert_idle
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_core.kv_cache.block_content import block_contents, num_common_tokens, partial_content, sort_bytes
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 
 B = 4
 

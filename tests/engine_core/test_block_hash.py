@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine_core.errors import InvalidConfigError
 from engine_core.kv_cache.block_hash import BlockHasher, spans_by_block, tagged_extra_keys
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 from tests.engine_core.make import make_request
 
 VECTORS = json.loads(gzip.decompress((Path(__file__).parent.parent / "data/oracle/hash_vectors.json.gz").read_bytes()))

@@ -16,7 +16,7 @@ from engine_core import (
     PrefixCacheReset,
     SamplingParams,
 )
-from ipc.messages import ExtraKeySpan, RequestOutput
+from ipc.vocabulary import ExtraKeySpan, RequestOutput
 from tests.checking_runner import CheckingRunner, expected_output
 
 B = 4

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from engine_core import EngineConfig, EngineCore, EngineRequest, ExtraKeySpan, InvalidRequestError, SamplingParams
-from ipc.messages import CacheExplanation, CacheProbe, KeepPrefix
+from ipc.vocabulary import CacheExplanation, CacheProbe, KeepPrefix
 from tests.checking_runner import CheckingRunner
 from tests.engine_core.told_causes import Computed, check_truth
 

@@ -20,7 +20,7 @@ from engine_core import (
 )
 from engine_core.feature_inputs import MAX_ASKED
 from engine_core.runner import MultimodalInfo, ScheduledRequest, StepResult
-from ipc.messages import ExtraKeySpan, RequestOutput
+from ipc.vocabulary import ExtraKeySpan, RequestOutput
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.engine_core.test_engine import assert_idle, tokens_of
 from tests.feature_prompts import EMBED_BYTES, feature_at, inputs_by_key, inputs_of, mm_spans, prompt_of

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine_core.frontend_session import FrontendSession
-from ipc.messages import EngineOutputs, RequestError, RequestOutput, Stats
+from ipc.messages import EngineOutputs, Stats
+from ipc.vocabulary import RequestError, RequestOutput
 
 MAX_TOKENS = 64
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine_core.kv_cache import BlockHasher, KVCacheManager, PrefixHit
 from engine_core.request import Request
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 from tests.engine_core.make import make_request
 
 B = 4

@@ -9,7 +9,7 @@ import pytest
 
 from engine_core import EngineConfig, EngineCore, EngineRequest, ExtraKeySpan, SamplingParams
 from engine_core.kv_cache.lost_blocks import LostBlocks
-from ipc.messages import RequestOutput
+from ipc.vocabulary import RequestOutput
 from tests.checking_runner import CheckingRunner
 
 B = 4

@@ -13,7 +13,7 @@ import pytest
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
 from engine_core.kv_cache import KVCacheManager
 from engine_core.kv_cache.block_content import partial_content
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 from tests.checking_runner import expected_output
 from tests.engine_core.slow_cache import SlowCache, WatchedRunner, watch
 from tests.engine_core.test_engine import assert_idle

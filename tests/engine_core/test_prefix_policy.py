@@ -10,7 +10,7 @@ import pytest
 from engine_core import EngineCore
 from engine_core.request import Request
 from engine_core.waiting_queue import PREFIX_MAX_PASSES, PrefixQueue
-from ipc.messages import RequestOutput
+from ipc.vocabulary import RequestOutput
 from tests.checking_runner import expected_output
 from tests.engine_core.make import make_request as make_waiting
 from tests.engine_core.test_engine import VOCAB, B, assert_idle, make_engine, make_request, run, tokens_of

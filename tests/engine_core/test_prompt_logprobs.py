@@ -13,7 +13,8 @@ from engine_core import EngineConfig, EngineCore, InvalidRequestError
 from engine_core.checks import MAX_PROMPT_LOGPROB_VALUES
 from engine_core.runner import ScheduledRequest, StepResult
 from ipc.codec import encode
-from ipc.messages import AddRequest, EngineOutputs, EngineRequest, RequestOutput, SamplingParams, TokenLogprob
+from ipc.messages import AddRequest, EngineOutputs
+from ipc.vocabulary import EngineRequest, RequestOutput, SamplingParams, TokenLogprob
 from tests.fake_runner import FakeRunner
 from tests.wire_peers import BareFrontend, is_idle, private_endpoint, running_server, wait_until
 

@@ -15,7 +15,7 @@ import pytest
 from engine_core import EngineOverloadedError, EngineRequest, InvalidRequestError, RequestError, SamplingParams
 from engine_core.config import SchedulingPolicy
 from engine_core.runner import MultimodalInfo
-from ipc.messages import ExtraKeySpan, MultimodalFeature, WantedFeature
+from ipc.vocabulary import ExtraKeySpan, MultimodalFeature, WantedFeature
 from tests.engine_core.test_random_operations import VOCAB, Workload, run_for
 from tests.feature_prompts import EMBED_BYTES, content_of, inputs_by_key, inputs_of, mm_spans, prompt_of
 

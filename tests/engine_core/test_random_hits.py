@@ -14,7 +14,7 @@ import pytest
 
 from engine_core import EngineOverloadedError, EngineRequest, SamplingParams
 from engine_core.config import SchedulingPolicy
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 from tests.engine_core.slow_cache import WatchedRunner, watch
 from tests.engine_core.test_random_operations import Workload
 

@@ -19,7 +19,7 @@ from engine_core.request import Request
 from engine_core.runner import MultimodalInfo
 from engine_core.scheduler import Scheduler
 from engine_core.waiting_queue import num_sequences, num_waiting_tokens
-from ipc.messages import ExtraKeySpan, KeepPrefix
+from ipc.vocabulary import ExtraKeySpan, KeepPrefix
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.engine_core.slow_retention import Clock, watch_retention
 from tests.engine_core.test_engine import assert_idle

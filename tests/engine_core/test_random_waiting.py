@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
 from engine_core.config import FullPromptHit, PrefixMatchUnit, SchedulingPolicy, WindowRetention
 from engine_core.request import RequestStatus
-from ipc.messages import ExtraKeySpan, KeepPrefix
+from ipc.vocabulary import ExtraKeySpan, KeepPrefix
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.engine_core.slow_retention import Clock, watch_retention
 from tests.engine_core.test_engine import assert_idle

@@ -9,8 +9,8 @@ import pytest
 from engine_core import EngineConfig, EngineCore, InvalidConfigError
 from engine_core.kv_cache import BlockResidency, residency
 from engine_core.kv_cache.residency import ObservedBlockPool
-from ipc.messages import EngineRequest, SamplingParams
 from ipc.stats import RESIDENCY_BOUNDS_S
+from ipc.vocabulary import EngineRequest, SamplingParams
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.engine_core.cached import cache_apart
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine_core.kv_cache import BlockHasher, KVCacheManager
 from engine_core.request import Request
-from ipc.messages import ExtraKeySpan, KeepPrefix
+from ipc.vocabulary import ExtraKeySpan, KeepPrefix
 from tests.engine_core.make import make_request
 from tests.engine_core.slow_retention import Clock
 from tests.engine_core.test_step_cost import count_bytecodes

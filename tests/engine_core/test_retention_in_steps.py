@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine_core import EngineConfig, EngineCore
-from ipc.messages import KeepPrefix
+from ipc.vocabulary import KeepPrefix
 from tests.checking_runner import CheckingRunner
 from tests.engine_core.slow_retention import Clock, watch_retention
 from tests.engine_core.test_engine import VOCAB, B, assert_idle, make_request

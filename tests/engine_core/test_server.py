@@ -21,16 +21,14 @@ from ipc.messages import (
     AbortRequests,
     AddRequest,
     EngineOutputs,
-    EngineRequest,
-    ExtraKeySpan,
     Goodbye,
     Heartbeat,
     Hello,
     Refused,
-    SamplingParams,
     SupplyFeature,
     Welcome,
 )
+from ipc.vocabulary import EngineRequest, ExtraKeySpan, SamplingParams
 from tests.fake_runner import FakeRunner, continuation
 from tests.mutations import mutate
 from tests.pictures_in_prompts import inputs_of, key_of, picture_engine, pictured

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import time
 
-from ipc.messages import (
-    CacheProbed,
-    EngineRequest,
-    GetStats,
-    Goodbye,
-    PrefixCacheWasReset,
-    ProbeCache,
-    ResetPrefixCache,
-    SamplingParams,
-    Stats,
-)
+from ipc.messages import CacheProbed, GetStats, Goodbye, PrefixCacheWasReset, ProbeCache, ResetPrefixCache, Stats
 from ipc.stats import PrefixCacheReset
+from ipc.vocabulary import EngineRequest, SamplingParams
 from tests.wire_peers import BareFrontend, Connect, is_idle, running_server, wait_until
 
 BLOCK_SIZE = 16

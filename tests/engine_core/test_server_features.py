@@ -14,17 +14,8 @@ import zmq
 
 from engine_core import feature_inputs
 from engine_core.engine import EngineCore
-from ipc.messages import (
-    AbortRequests,
-    AddRequest,
-    EngineOutputs,
-    Goodbye,
-    Hello,
-    RequestError,
-    SupplyFeature,
-    WantedFeature,
-    WantFeatures,
-)
+from ipc.messages import AbortRequests, AddRequest, EngineOutputs, Goodbye, Hello, SupplyFeature, WantFeatures
+from ipc.vocabulary import RequestError, WantedFeature
 from tests.fake_runner import continuation
 from tests.pictures_in_prompts import inputs_of, key_of, picture_engine, pictured
 from tests.wire_peers import FAST, BareFrontend, Connect, is_idle, running_server, wait_until

@@ -10,7 +10,8 @@ import pytest
 from engine_core.config import EngineConfig
 from engine_core.engine import EngineCore
 from engine_core.server import EngineCoreServer
-from ipc.messages import EngineOutputs, Goodbye, Heartbeat, RequestError
+from ipc.messages import EngineOutputs, Goodbye, Heartbeat
+from ipc.vocabulary import RequestError
 from tests.fake_runner import FakeRunner, continuation
 from tests.wire_peers import FAST, BareFrontend, Connect, is_idle, running_server, wait_until
 

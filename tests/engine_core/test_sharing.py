@@ -9,7 +9,7 @@ import pytest
 
 from engine_core import EngineConfig, EngineCore, EngineOverloadedError, EngineRequest, InvalidRequestError
 from engine_core.sharing import MAX_WAITS_PER_STEP
-from ipc.messages import ExtraKeySpan, RequestOutput
+from ipc.vocabulary import ExtraKeySpan, RequestOutput
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.engine_core.test_engine import VOCAB, assert_idle, make_request, tokens_of
 from tests.engine_core.test_features import CAT, DOG, supply

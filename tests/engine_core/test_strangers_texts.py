@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine_core import EngineConfig, EngineCore, EngineRequest, ExtraKeySpan, SamplingParams
-from ipc.messages import KeepPrefix
+from ipc.vocabulary import KeepPrefix
 from tests.fake_runner import FakeRunner
 
 B = 4

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_core import EngineCore, EngineRequest
-from ipc.messages import CacheProbe
+from ipc.vocabulary import CacheProbe
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import msgspec
 
 from frontend.engine_client import Occasion
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
-from ipc.messages import AdapterInfo, RequestError
+from ipc.vocabulary import AdapterInfo, RequestError
 from tests.frontend.scripted_engine import Script, ScriptedEngine, says
 
 LOADED_S = 1_700_000_000.0

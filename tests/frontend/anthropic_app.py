@@ -10,7 +10,7 @@ import anthropic
 import msgspec
 
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import CacheReport, EngineRequest, RequestOutput
+from ipc.vocabulary import CacheReport, EngineRequest, RequestOutput
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import ScriptedEngine, says
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine_core import EngineConfig, EngineCore, InvalidRequestError
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
-from ipc.messages import CacheProbe, EngineRequest, RequestError, RequestOutput
+from ipc.vocabulary import CacheProbe, EngineRequest, RequestError, RequestOutput
 from tests.fake_runner import FakeRunner
 from tests.frontend.scripted_engine import ScriptedEngine
 from tests.pictures_in_prompts import PICTURES

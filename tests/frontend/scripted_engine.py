@@ -11,8 +11,8 @@ from frontend.engine_calls import EngineSnapshot
 from frontend.engine_errors import EngineUnavailableError
 from frontend.feature_supply import FeatureSource
 from frontend.pooled_adapters import PooledAdapters
-from ipc.messages import AdapterInfo, EngineCapabilities, EngineRequest, RequestOutput, TokenLogprob
 from ipc.stats import PrefixCacheReset
+from ipc.vocabulary import AdapterInfo, EngineCapabilities, EngineRequest, RequestOutput, TokenLogprob
 
 Script = Callable[[EngineRequest], AsyncGenerator[RequestOutput]]
 

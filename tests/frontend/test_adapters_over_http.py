@@ -10,7 +10,7 @@ import pytest
 
 from frontend.engine_errors import RequestRefusedError
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import CacheProbe, EngineRequest, RequestError
+from ipc.vocabulary import CacheProbe, EngineRequest, RequestError
 from tests.frontend.adapter_engine import LOADED_S, AdapterEngine, adapter
 from tests.frontend.live_app import MODEL_NAMES, live_app
 from tests.frontend.scripted_engine import fails_after, says

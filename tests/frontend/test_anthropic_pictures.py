@@ -13,7 +13,7 @@ import pytest
 
 from frontend.engine_errors import RequestRefusedError
 from frontend.picture_config import PictureConfig
-from ipc.messages import EngineRequest, RequestError
+from ipc.vocabulary import EngineRequest, RequestError
 from tests.frontend.anthropic_app import Served
 from tests.frontend.picture_app import data_url, encoded, image, model_directory, picture_app, user
 from tests.frontend.scripted_engine import ScriptedEngine, fails_after, says

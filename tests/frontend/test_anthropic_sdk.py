@@ -12,7 +12,7 @@ import pytest
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from frontend.prompt.chat_template import chat_template_of
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import ExtraKeySpan, RequestError, SamplingParams
+from ipc.vocabulary import ExtraKeySpan, RequestError, SamplingParams
 from tests.frontend.anthropic_app import HELLO, MAX_MODEL_LEN, Served, anthropic_app
 from tests.frontend.scripted_engine import fails_after, says
 from tests.frontend.templates import TOOL_TEMPLATE, tokenizer_with

@@ -11,7 +11,7 @@ import pytest
 
 from frontend.prompt.chat_template import chat_template_of
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import EngineRequest, RequestOutput
+from ipc.vocabulary import EngineRequest, RequestOutput
 from tests.frontend.anthropic_app import HELLO, Served, anthropic_app
 from tests.frontend.scripted_engine import says
 from tests.frontend.templates import TOOL_TEMPLATE, tokenizer_with

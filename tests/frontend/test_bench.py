@@ -26,7 +26,7 @@ from frontend.bench.workloads import Scale
 from frontend.cli import USER_ERROR_EXIT_CODE
 from frontend.openai_client import OpenAIClient, ServerError, UnreachableError
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import EngineRequest, RequestOutput
+from ipc.vocabulary import EngineRequest, RequestOutput
 from tests.frontend.canned_server import MODELS, answering, canned_server, chunk, events, whole
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import ScriptedEngine

@@ -13,7 +13,7 @@ import pytest
 
 from frontend.cache_header import CACHE_HEADER
 from frontend.metrics.tenants import SHARED
-from ipc.messages import MissReason
+from ipc.vocabulary import MissReason
 from tests.frontend.http_stack import Scrape, Stack, http_stack
 
 BLOCK_SIZE = 16

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ipc.messages import KeepPrefix
+from ipc.vocabulary import KeepPrefix
 from tests.frontend.templates import TOOL_TEMPLATE, tokenizer_with
 from tests.frontend.test_openai_sdk import Served
 from tests.frontend.test_openai_tool_calls import serve, tool

@@ -10,7 +10,7 @@ import pytest
 
 from frontend.cache_header import CACHE_HEADER
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import CacheReport, EngineRequest, MissReason, RequestOutput
+from ipc.vocabulary import CacheReport, EngineRequest, MissReason, RequestOutput
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import ScriptedEngine, says
 

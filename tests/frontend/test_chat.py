@@ -19,7 +19,7 @@ import pytest
 
 from frontend.cli import USER_ERROR_EXIT_CODE
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import EngineRequest, RequestOutput
+from ipc.vocabulary import EngineRequest, RequestOutput
 from tests.frontend.canned_server import answering, canned_server, chunk, events, whole
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import ScriptedEngine, says

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from frontend.continuation import Continuation, ScoredToken, TextDelta
 from frontend.detokenizer import detokenizer_factory
 from frontend.engine_errors import RequestRefusedError
-from ipc.messages import RequestOutput, TokenLogprob
+from ipc.vocabulary import RequestOutput, TokenLogprob
 from tests.frontend.test_detokenizer import TOKENIZERS
 
 TOKENIZER = TOKENIZERS["byte_level"]

@@ -22,22 +22,10 @@ from engine_core.server import EngineCoreServer
 from frontend.engine_client import EngineClient, RequestStream
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from ipc.codec import PROTOCOL_VERSION, encode, pack_header
-from ipc.messages import (
-    EngineOutputs,
-    EngineRequest,
-    ExtraKeySpan,
-    Goodbye,
-    Heartbeat,
-    Refused,
-    RequestError,
-    RequestOutput,
-    SamplingParams,
-    WantedFeature,
-    WantFeatures,
-    Welcome,
-)
+from ipc.messages import EngineOutputs, Goodbye, Heartbeat, Refused, WantFeatures, Welcome
 from ipc.sequence import UNCOUNTED
 from ipc.sockets import make_dealer
+from ipc.vocabulary import EngineRequest, ExtraKeySpan, RequestError, RequestOutput, SamplingParams, WantedFeature
 from tests.bare_engine import CAPABILITIES, BareEngine, keep_alive
 from tests.fake_runner import continuation
 from tests.mutations import mutate

@@ -11,7 +11,8 @@ import zmq.asyncio
 
 from frontend.engine_client import EngineClient, Occasion
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
-from ipc.messages import AdapterAnswer, AdapterInfo, Adapters, Goodbye, LoadAdapter, RequestError, UnloadAdapter
+from ipc.messages import AdapterAnswer, Adapters, Goodbye, LoadAdapter, UnloadAdapter
+from ipc.vocabulary import AdapterInfo, RequestError
 from tests.bare_engine import BareEngine, keep_alive
 from tests.frontend.adapter_engine import adapter
 from tests.wire_peers import private_endpoint, wait_until

@@ -23,7 +23,7 @@ from frontend.generation import generate
 from frontend.http_config import EngineAddress, HttpConfig
 from frontend.metrics.families import RequestFamilies
 from frontend.metrics.request_record import RequestRecord
-from ipc.messages import EngineRequest, SamplingParams
+from ipc.vocabulary import EngineRequest, SamplingParams
 from tests.fake_adapters import write_fake_adapter
 from tests.fake_runner import FakeRunner, continuation
 from tests.wire_peers import is_idle, request, running_server, start_engine, wait_until

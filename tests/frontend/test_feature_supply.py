@@ -16,18 +16,9 @@ from frontend.engine_client import EngineClient
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from frontend.feature_supply import FeatureError, FeatureSupply
 from ipc.codec import encode
-from ipc.messages import (
-    AbortRequests,
-    AddRequest,
-    EngineOutputs,
-    Goodbye,
-    RequestError,
-    RequestOutput,
-    SupplyFeature,
-    WantedFeature,
-    WantFeatures,
-)
+from ipc.messages import AbortRequests, AddRequest, EngineOutputs, Goodbye, SupplyFeature, WantFeatures
 from ipc.sequence import UNCOUNTED
+from ipc.vocabulary import RequestError, RequestOutput, WantedFeature
 from tests.bare_engine import BareEngine, keep_alive
 from tests.pictures_in_prompts import Pictures, inputs_of, key_of, pictured
 from tests.wire_peers import private_endpoint, request, wait_until

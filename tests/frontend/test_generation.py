@@ -19,7 +19,7 @@ from frontend.engine_client import EngineClient
 from frontend.generation import generate, interleave
 from frontend.metrics.families import RequestFamilies
 from frontend.metrics.request_record import RequestRecord
-from ipc.messages import EngineRequest, SamplingParams
+from ipc.vocabulary import EngineRequest, SamplingParams
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, next_token
 from tests.wire_peers import is_idle, private_endpoint, running_server, wait_until
 

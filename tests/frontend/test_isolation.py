@@ -14,7 +14,7 @@ from frontend.isolation import IsolationMode, check_isolation, isolate
 from frontend.prompt.cache_salt import MAX_SALT_CHARACTERS
 from frontend.prompt.errors import PromptError
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import EngineRequest
+from ipc.vocabulary import EngineRequest
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import ScriptedEngine, says
 

@@ -18,7 +18,7 @@ import pytest
 
 from frontend.picture_config import PictureConfig
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import EngineRequest, RequestOutput
+from ipc.vocabulary import EngineRequest, RequestOutput
 from tests.frontend.live_app import live_app
 from tests.frontend.picture_app import data_url, encoded, image, model_directory, picture_app, user
 from tests.frontend.scripted_engine import ScriptedEngine

@@ -14,7 +14,7 @@ import pytest
 
 from frontend.engine_errors import RequestRefusedError
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import RequestError, RequestOutput, TokenLogprob
+from ipc.vocabulary import RequestError, RequestOutput, TokenLogprob
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import ScriptedEngine, continues, fails_after, says, scored
 from tests.frontend.test_openai_sdk import HELLO, Served

@@ -12,7 +12,7 @@ import pytest
 
 from frontend.engine_errors import RequestRefusedError
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import EngineRequest, ExtraKeySpan, RequestError, RequestOutput
+from ipc.vocabulary import EngineRequest, ExtraKeySpan, RequestError, RequestOutput
 from tests.frontend.picture_app import data_url, encoded, image, model_directory, picture_app, user
 from tests.frontend.scripted_engine import ScriptedEngine, fails_after, says
 

@@ -11,7 +11,7 @@ import pytest
 
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import ExtraKeySpan, RequestError, SamplingParams
+from ipc.vocabulary import ExtraKeySpan, RequestError, SamplingParams
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import MAX_MODEL_LEN, ScriptedEngine, fails_after, says
 

@@ -21,7 +21,7 @@ from frontend.prompt.errors import ChatTemplateError, PromptError, PromptTooLong
 from frontend.prompt.piecewise import PiecewiseTokenizer, SplitText
 from frontend.prompt.processor import ALWAYS_COUNTED_BYTES, PromptProcessor
 from frontend.prompt.tokenizer import ModelTokenizer, TokenizerLoadError, load_tokenizer
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 
 CHAT = [ChatMessage("system", "Be brief."), ChatMessage("user", "Where is 👨‍👩‍👧?"), ChatMessage("assistant", "Here.")]
 PARTS_TEMPLATE = (

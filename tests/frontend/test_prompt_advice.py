@@ -22,7 +22,7 @@ from engine_core.request import Request as EngineSideRequest
 from engine_core.runner import MultimodalInfo, ScheduledRequest, StepResult
 from frontend.prompt.chat_template import chat_template_of
 from frontend.prompt.tokenizer import ModelTokenizer, load_tokenizer
-from ipc.messages import EngineRequest, MultimodalFeature, RequestOutput
+from ipc.vocabulary import EngineRequest, MultimodalFeature, RequestOutput
 from tests.checking_runner import CheckingRunner
 from tests.frontend.live_app import live_app
 from tests.frontend.picture_app import encoded, image, model_directory, picture_app

@@ -23,7 +23,7 @@ from frontend.prompt.places import MessagePlace, places_of
 from frontend.prompt.processor import PromptProcessor
 from frontend.prompt.prompt import num_image_tokens
 from frontend.prompt.tokenizer import load_tokenizer
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 from multimodal import PictureError
 from multimodal.processor_loading import load_transformers_processor
 from tests.frontend.picture_app import data_url, encoded, model_directory

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from frontend.engine_client import EngineClient
 from frontend.metrics.families import RequestFamilies
 from frontend.metrics.request_record import RequestRecord
-from ipc.messages import EngineRequest, RequestOutput, RequestTiming, SamplingParams
+from ipc.vocabulary import EngineRequest, RequestOutput, RequestTiming, SamplingParams
 from tests.wire_peers import private_endpoint, running_server
 
 

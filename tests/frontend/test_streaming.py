@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from frontend.prompt.tokenizer import ModelTokenizer
-from ipc.messages import EngineRequest, RequestOutput
+from ipc.vocabulary import EngineRequest, RequestOutput
 from tests.frontend.live_app import live_app
 from tests.frontend.scripted_engine import ScriptedEngine, says
 

@@ -20,7 +20,6 @@ from ipc.messages import (
     AddRequest,
     EngineMessage,
     EngineOutputs,
-    EngineRequest,
     FrontendMessage,
     Goodbye,
     Heartbeat,
@@ -29,6 +28,7 @@ from ipc.messages import (
     WantFeatures,
     Welcome,
 )
+from ipc.vocabulary import EngineRequest
 from tests.fake_runner import continuation
 from tests.meddling_proxy import Direction, Frames, MeddlingProxy, meddling_proxy
 from tests.pictures_in_prompts import Pictures, picture_engine, pictured

@@ -19,24 +19,26 @@ from ipc.codec import PROTOCOL_VERSION, Blob, Decoder, WireError, WireLimits, en
 from ipc.messages import (
     AbortRequests,
     AddRequest,
-    EngineCapabilities,
     EngineMessage,
     EngineOutputs,
-    EngineRequest,
-    ExtraKeySpan,
     FrontendMessage,
     Goodbye,
     Heartbeat,
     Hello,
-    MultimodalFeature,
     Refused,
+    SupplyFeature,
+    WantFeatures,
+    Welcome,
+)
+from ipc.vocabulary import (
+    EngineCapabilities,
+    EngineRequest,
+    ExtraKeySpan,
+    MultimodalFeature,
     RequestError,
     RequestOutput,
     SamplingParams,
-    SupplyFeature,
     WantedFeature,
-    WantFeatures,
-    Welcome,
 )
 from tests.mutations import mutate
 

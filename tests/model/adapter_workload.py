@@ -19,7 +19,7 @@ import torch
 from engine_core import EngineCore, EngineRequest, SamplingParams
 from engine_core.errors import AdapterError
 from engine_core.model.device_queue import DeviceQueue
-from ipc.messages import ExtraKeySpan, KeepPrefix, MultimodalFeature, TokenLogprob
+from ipc.vocabulary import ExtraKeySpan, KeepPrefix, MultimodalFeature, TokenLogprob
 from tests.engine_core.test_engine import assert_idle
 
 from .adapted import merged_model

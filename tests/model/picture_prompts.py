@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from engine_core import EngineRequest, SamplingParams
-from ipc.messages import ExtraKeySpan, MultimodalFeature
+from ipc.vocabulary import ExtraKeySpan, MultimodalFeature
 from multimodal.options import ImageOptions
 from multimodal.placeholders import Placeholder
 from multimodal.processor import PictureProcessor, load_picture_processor

@@ -11,7 +11,7 @@ from engine_core import EngineConfig, EngineRequest, SamplingParams
 from engine_core.model.runner import ModelRunner
 from engine_core.request import Request
 from engine_core.runner import EncodedFeature, ScheduledRequest
-from ipc.messages import TokenLogprob
+from ipc.vocabulary import TokenLogprob
 
 from .picture_prompts import PicturePrompt
 

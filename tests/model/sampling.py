@@ -12,7 +12,7 @@ from engine_core.model.sampler import sample
 from engine_core.model.staging import HostStaging
 from engine_core.request import Request
 from engine_core.runner import ScheduledRequest
-from ipc.messages import EngineRequest, SamplingParams
+from ipc.vocabulary import EngineRequest, SamplingParams
 
 
 def make_request(

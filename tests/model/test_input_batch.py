@@ -11,7 +11,7 @@ from engine_core.model.input_batch import InputBatch, build_input_batch, lay_out
 from engine_core.model.staging import HostStaging
 from engine_core.request import Request
 from engine_core.runner import EncodedFeature, ScheduledRequest
-from ipc.messages import EngineRequest, MultimodalFeature
+from ipc.vocabulary import EngineRequest, MultimodalFeature
 
 
 def scheduled(

@@ -12,7 +12,7 @@ import torch
 
 from engine_core.model.logit_rules import LogitRules
 from engine_core.request import Request
-from ipc.messages import SamplingParams
+from ipc.vocabulary import SamplingParams
 from tests.model.sampling import (
     apply_rules,
     chi_square_p_value,

@@ -11,7 +11,7 @@ import torch
 
 from engine_core import EngineCore, EngineRequest, SamplingParams
 from engine_core.model.logprobs import entries
-from ipc.messages import RequestOutput, TokenLogprob
+from ipc.vocabulary import RequestOutput, TokenLogprob
 from kernels import token_logprobs as kernel
 from tests.model.equality import LOGPROB_TOLERANCE, load_reference_model, make_engine
 

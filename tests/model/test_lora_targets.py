@@ -17,7 +17,7 @@ from engine_core.model.loader import load_config, load_model
 from engine_core.model.lora.adapter_rows import RowKind
 from engine_core.model.lora.target_layers import find_targets
 from engine_core.model.runner import ModelRunner
-from ipc.messages import SamplingParams
+from ipc.vocabulary import SamplingParams
 from tests.adapters import make_adapter
 from tests.tiny_models import make_tiny_model
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine_core.model.runner import ModelRunner
-from ipc.messages import MultimodalFeature
+from ipc.vocabulary import MultimodalFeature
 from tests.tiny_models import make_tiny_model
 
 from .picture_prompts import PromptMaker

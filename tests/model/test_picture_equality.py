@@ -17,7 +17,7 @@ import pytest
 
 from engine_core import EngineCore, InvalidRequestError, SamplingParams
 from engine_core.model.picture_encoder import EncodedRows
-from ipc.messages import MultimodalFeature
+from ipc.vocabulary import MultimodalFeature
 from tests.tiny_vlm_processors import FAMILIES
 
 from .equality import (

@@ -23,7 +23,7 @@ from engine_core.model.staging import HostStaging
 from engine_core.model.support import UnsupportedModelError
 from engine_core.request import Request
 from engine_core.runner import EncodedFeature, ScheduledRequest
-from ipc.messages import EngineRequest, MultimodalFeature
+from ipc.vocabulary import EngineRequest, MultimodalFeature
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

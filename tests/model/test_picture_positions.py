@@ -15,7 +15,7 @@ import transformers
 from engine_core.model.picture_positions import PicturePositions
 from engine_core.request import Request
 from engine_core.runner import ScheduledRequest
-from ipc.messages import EngineRequest, MultimodalFeature
+from ipc.vocabulary import EngineRequest, MultimodalFeature
 
 from .picture_steps import make_runner
 

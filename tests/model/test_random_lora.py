@@ -21,7 +21,7 @@ from engine_core import EngineRequest
 from engine_core.lora.adapter import Adapter
 from engine_core.model.device_queue import DeviceQueue
 from engine_core.model.runner import ModelRunner
-from ipc.messages import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan
 from kernels.lora_in_c import PackedLora
 from tests.adapters import make_adapter
 from tests.simulated_device import SimulatedQueue
