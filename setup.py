@@ -1,10 +1,14 @@
 """What `pyproject.toml` has no stable words for: the compiled kernels."""
 
 import platform
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
 
+SOURCES = Path("kernels/cpu")
+# By its path: the package cannot be imported yet.
+DIGEST = runpy.run_path("kernels/sources.py")["sources_digest"](SOURCES)
 ON_X86 = platform.machine() in {"x86_64", "AMD64"}
 INSTRUCTION_SETS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
@@ -20,8 +24,9 @@ setup(
         Extension(
             # Loaded with ctypes: the compiler needs no header of Python.
             f"kernels._{instruction_set}_{element_type}",
-            sorted(str(path) for path in Path("kernels/cpu").glob("*.c")),
-            depends=sorted(str(path) for path in Path("kernels/cpu").glob("*.h")),
+            sorted(str(path) for path in SOURCES.glob("*.c")),
+            depends=sorted(str(path) for path in SOURCES.glob("*.h")),
+            define_macros=[("SOURCES_DIGEST", f'"{DIGEST}"')],
             # OpenMP not for the linker as well: kernels/compiled.py says why.
             extra_compile_args=[
                 *("-O3", "-fopenmp", "-fvisibility=hidden"),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .attention_tiles import LayerHeads
-from .compiled import library
+from .compiled import PANEL, library
 from .shared_prefixes import ReadingCosts, SharedPrefix, are_shared, shared_prefixes
 
 NO_WINDOW = 1 << 62
@@ -20,7 +20,6 @@ NO_WINDOW = 1 << 62
 # As in cpu/attention.h.
 _TASK_FIELDS = 11
 _MAX_ROWS = 144
-_PANEL = 32
 _PART_FLOATS_BESIDE_SUMS = 16
 # What is read of memory while tasks for a prefix are handed out and their parts put together.
 _OVERHEAD_BYTES = 1 << 17
@@ -117,7 +116,7 @@ def plan_batch(
         needed = found.plan_attention(ctypes.byref(batch))
     parts = None
     if batch.num_parts:
-        part_floats = -(-heads.value_dim // _PANEL) * _PANEL + _PART_FLOATS_BESIDE_SUMS
+        part_floats = -(-heads.value_dim // PANEL) * PANEL + _PART_FLOATS_BESIDE_SUMS
         parts = torch.empty(batch.num_parts * heads.num_heads * part_floats)
         batch.parts = parts.data_ptr()
     return AttentionBatch(heads, batch, prefixes, (*inputs, per_token, tasks, parts))

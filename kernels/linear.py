@@ -12,12 +12,8 @@ from enum import IntEnum
 import torch
 import torch.nn.functional as F
 
-from .compiled import library
+from .compiled import INPUTS_PER_STEP, PANEL, library
 from .quantize import GROUP, Int4Weight, Int8Weight
-
-# As in cpu/element.h.
-_PANEL = 32
-_INPUTS_PER_STEP = {torch.bfloat16: 2, torch.float32: 1}
 
 
 class Activation(IntEnum):
@@ -100,7 +96,7 @@ def is_available(dtype: torch.dtype) -> bool:
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
     """A copy of `weight` `[out_features, in_features]` and `bias` `[out_features]`, both bfloat16 or float32."""
-    panels = _panels(weight, weight.dtype, _INPUTS_PER_STEP[weight.dtype])
+    panels = _panels(weight, weight.dtype, INPUTS_PER_STEP[weight.dtype])
     return _packed(Format.ELEMENTS, weight.dtype, panels, None, bias, weight)
 
 
@@ -116,7 +112,7 @@ def pack_quantized(
     eights = in_order.view(len(in_order), weight.scales.shape[1], -1, 4, 2, 16)
     codes = (eights[..., 0, :] | eights[..., 1, :] << 4).transpose(-1, -2).flatten(2)
     scales, centres = (
-        _padded(x).view(-1, _PANEL, x.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
+        _padded(x).view(-1, PANEL, x.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
         for x in (weight.scales, weight.centres)
     )
     return _packed(Format.INT4, dtype, torch.cat([scales, centres, codes], dim=2), None, bias, weight.codes)
@@ -126,13 +122,13 @@ def _panels(weight: torch.Tensor, dtype: torch.dtype, input_multiple: int) -> to
     """`[num_panels, num_steps, 32, inputs_per_step]` of `weight` `[out_features, in_features]`."""
     missing_inputs = -weight.shape[1] % input_multiple
     padded = _padded(F.pad(weight, (0, missing_inputs)) if missing_inputs else weight)
-    inputs_per_step = _INPUTS_PER_STEP[dtype]
-    return padded.reshape(-1, _PANEL, padded.shape[1] // inputs_per_step, inputs_per_step).transpose(1, 2).contiguous()
+    inputs_per_step = INPUTS_PER_STEP[dtype]
+    return padded.reshape(-1, PANEL, padded.shape[1] // inputs_per_step, inputs_per_step).transpose(1, 2).contiguous()
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
     """With zeros behind, so that `x` `[out_features, ...]` fills whole panels."""
-    missing = -len(x) % _PANEL
+    missing = -len(x) % PANEL
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x
 
 
@@ -155,7 +151,7 @@ def rows_of(weight: PackedWeight, outputs: torch.Tensor) -> torch.Tensor:
     Raises:
         IndexError: there is no such output; one that its last panel would have room for is all zeros.
     """
-    rows = weight.panels[outputs // _PANEL, :, outputs % _PANEL]
+    rows = weight.panels[outputs // PANEL, :, outputs % PANEL]
     return rows.flatten(-2)[..., : weight.in_features]
 
 

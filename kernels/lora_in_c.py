@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .compiled import library
+from .compiled import INPUTS_PER_STEP, PANEL, library
 from .lora_batch import LoraBatch
 from .one_thread import copy_into
 
 if TYPE_CHECKING:
     from .lora import LoraPart
 
-# As in cpu/element.h and cpu/lora.h.
-_PANEL = 32
+# As in cpu/lora.h.
 _RANK_PANEL = 16
-_INPUTS_PER_STEP = {torch.bfloat16: 2, torch.float32: 1}
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
@@ -143,8 +141,8 @@ def pack_lora(
         size, of_slice = part.b.shape
         scaling[first_rank : first_rank + of_slice] = part.scaling
         # A slice need not begin where a panel does: what else is in its panels is zero.
-        panels = _panels([(part.b, at % _PANEL)], at % _PANEL + size, of_slice, _PANEL, dtype)
-        first_panel = at // _PANEL
+        panels = _panels([(part.b, at % PANEL)], at % PANEL + size, of_slice, PANEL, dtype)
+        first_panel = at // PANEL
         tensors.append(panels)
         on_c_side.panels, on_c_side.first_panel = panels.data_ptr(), first_panel
         on_c_side.end_panel = first_panel + len(panels)
@@ -163,7 +161,7 @@ def _panels(
     rows: Sequence[tuple[torch.Tensor, int]], num_rows: int, num_inputs: int, panel: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """`[num_panels, num_steps, panel, inputs_per_step]` of some rows and the place of the first, zero elsewhere."""
-    per_step = _INPUTS_PER_STEP[dtype]
+    per_step = INPUTS_PER_STEP[dtype]
     num_panels, num_steps = -(-num_rows // panel), -(-num_inputs // per_step)
     packed = torch.empty((num_panels, num_steps, panel, per_step), dtype=dtype)
     flat = np.zeros((num_panels * panel, num_steps * per_step), _numpy(packed).dtype)

@@ -1,5 +1,8 @@
 #include "element.h"
 
+/* What it was compiled from: kernels/sources.py. */
+EXPORT const char *compiled_from(void) { return SOURCES_DIGEST; }
+
 /* Whether this CPU has the instructions that the library was compiled for. */
 EXPORT int is_supported(void) {
 #if defined(__x86_64__)

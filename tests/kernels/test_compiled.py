@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import kernels
+from kernels import compiled
 from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, library, load
+from kernels.sources import sources_digest
 
 ROOT = Path(kernels.__path__[0]).parent
 needs_kernels = pytest.mark.skipif(library(torch.float32) is None, reason="no compiler")
@@ -54,6 +56,28 @@ def test_what_computes_on_any_cpu_was_built() -> None:
 def test_what_was_not_built_is_missing() -> None:
     assert load("never_built", torch.float32) is None
     assert library(torch.float16) is None
+
+
+@needs_kernels
+def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_SOURCES", tmp_path)
+    load.__wrapped__("portable", torch.float32)  # none lie beside it
+    (tmp_path / "element.h").write_text("/* another one */")
+    with pytest.raises(RuntimeError, match=r"_portable_f32.*other sources.*install Foreword again"):
+        load.__wrapped__("portable", torch.float32)
+
+
+def test_sources_differ_by_name_and_content(tmp_path: Path) -> None:
+    digests = set()
+    for number, files in enumerate(({"a.c": "x"}, {"b.c": "x"}, {"a.c": "y"}, {"a.c": "x", "b.h": ""})):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / "lora.o").write_text("no source")
+        assert sources_digest(directory) is None
+        for name, text in files.items():
+            (directory / name).write_text(text)
+        digests.add(sources_digest(directory))
+    assert len(digests) == 4
 
 
 @needs_kernels
