@@ -11,8 +11,9 @@ TESTED_MODELS := $(VENV)/.installed_tested_models
 serve: install
 	$(BIN)/foreword serve $(MODEL) $(ARGS)
 
+# Two processes, as the machines have two cores at least; a file's tests share what is dear to make.
 test: lint $(TESTED_MODELS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .
