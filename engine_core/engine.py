@@ -208,7 +208,7 @@ class EngineCore:
             InvalidRequestError: an unfinished request has the same id.
             EngineOverloadedError: as `add_request`.
         """
-        if self._scheduler.is_unfinished(request.request_id):
+        if self._scheduler.requests.continuations(request.request_id):
             raise InvalidRequestError(
                 f"request_id: {request.request_id!r} belongs to an unfinished request", "request_id"
             )

@@ -30,6 +30,7 @@ from .sharing import MAX_WAITS_PER_STEP, SharingInFlight
 from .stats import SchedulerCounters
 from .step import RequestFailedError, Step
 from .token_outputs import finish_reason, token_output
+from .unfinished import UnfinishedRequests
 from .waiting_queue import make_waiting_queue
 
 logger = logging.getLogger(__name__)
@@ -86,9 +87,7 @@ class Scheduler:
         self.num_watermark_blocks = num_watermark_blocks
         self.share_in_flight = share_in_flight and kv.enable_caching
         self._optional_features = features
-        self.requests: dict[str, Request] = {}
-        # Of requests with several continuations: caller's id → those unfinished, in order.
-        self._families: dict[str, list[Request]] = {}
+        self.requests = UnfinishedRequests()
         self.running: list[Request] = []
         self.waiting = make_waiting_queue(policy, self._num_cached_blocks)
         self._sharing = SharingInFlight(kv)
@@ -111,11 +110,8 @@ class Scheduler:
             return True
         return self._optional_features is not None and self._optional_features.has_work_now()
 
-    def is_unfinished(self, output_id: str) -> bool:
-        return output_id in self.requests or output_id in self._families
-
     def add(self, request: Request) -> None:
-        self._register(request)
+        self.requests.add(request)
         self.waiting.add(request)
         if request.features:
             self.features.prefetch(request, self._find_hit(request).num_tokens)
@@ -132,11 +128,6 @@ class Scheduler:
         except FeatureError as failure:
             self._failing.append(failure)
 
-    def _register(self, request: Request) -> None:
-        self.requests[request.request_id] = request
-        if request.sampling_params.n > 1:
-            self._families.setdefault(request.output_id, []).append(request)
-
     def abort(self, output_ids: Iterable[str]) -> list[str]:
         """End these requests with all continuations and free their blocks. Unknown ids are ignored.
 
@@ -144,12 +135,10 @@ class Scheduler:
         """
         aborted = []
         for output_id in output_ids:
-            if not self.is_unfinished(output_id):
-                continue
-            family = self._families.get(output_id)
-            for request in [self.requests[output_id]] if family is None else family.copy():
-                self._abort(request)
-            aborted.append(output_id)
+            if continuations := self.requests.continuations(output_id):
+                for request in continuations:
+                    self._abort(request)
+                aborted.append(output_id)
         return aborted
 
     def abort_continuations(self, continuations: Iterable[tuple[str, int]]) -> None:
@@ -473,7 +462,7 @@ class Scheduler:
             outputs.append(output)
             if output.finish_reason is not None:
                 self._finish(request)
-                output.num_unfinished = len(self._families.get(request.output_id, ()))
+                output.num_unfinished = len(self.requests.continuations(request.output_id))
                 finished = True
         if finished:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
@@ -483,7 +472,7 @@ class Scheduler:
         """The prompt is computed: let the other continuations of it be admitted next."""
         for index in reversed(range(1, request.sampling_params.n)):
             child = request.fork(index)
-            self._register(child)
+            self.requests.add(child)
             self.waiting.put_back(child)
 
     def withdraw(self, step: Step) -> list[RequestOutput]:
@@ -513,8 +502,4 @@ class Scheduler:
         if request.features:
             self.features.forget(request)
         request.status = RequestStatus.FINISHED
-        del self.requests[request.request_id]
-        if (family := self._families.get(request.output_id)) is not None:
-            family.remove(request)
-            if not family:
-                del self._families[request.output_id]
+        self.requests.remove(request)
