@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from engine_core.request import Request
 from ipc.vocabulary import ExtraKeySpan
 
 from .spans import spans_by_block
@@ -83,6 +84,11 @@ def partial_content(
         return tokens
     [overlapping] = spans_by_block(spans, start // block_size, 1, block_size)
     return _with_spans(tokens, [span for span in overlapping if span.start < end], start)
+
+
+def content_between(request: Request, start: int, end: int, block_size: int) -> Content:
+    """As `partial_content`, of a request."""
+    return partial_content(request.token_ids, request.extra_key_spans, start, end, block_size)
 
 
 def _with_spans(tokens: Content, overlapping: Iterable[ExtraKeySpan], start: int) -> Content:

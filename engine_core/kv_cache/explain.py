@@ -17,9 +17,9 @@ from .block import KVCacheBlock
 from .block_content import (
     NOWHERE,
     Content,
+    content_between,
     num_common_tokens,
     num_content_tokens,
-    partial_content,
     salts_of,
     spans_at,
     tokens_of,
@@ -110,7 +110,7 @@ def _own_content(request: Request, start: int, block_size: int) -> Content:
     end = min(start + block_size, request.num_tokens)
     if start >= end:
         return b""
-    return partial_content(request.token_ids, request.extra_key_spans, start, end, block_size)
+    return content_between(request, start, end, block_size)
 
 
 def _kind_of_difference(own: Content, relative: Relative) -> str | None:

@@ -1,10 +1,9 @@
-"""Block tables of all requests: prefix hits, slot allocation, registration of full blocks."""
+"""Block tables of all requests: who finds which prefix, who gets which blocks, and who gives them back."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from engine_core.config import EvictionPolicy, FullPromptHit, PrefixMatchUnit, WindowRetention
@@ -13,26 +12,19 @@ from engine_core.runner import SlotCopy
 from ipc.vocabulary import MissReason
 
 from .block import KVCacheBlock
-from .block_content import num_common_tokens, partial_content
+from .block_content import content_between
 from .block_pool import BlockPool
 from .block_table import BlockTable
 from .groups import first_visible_block, most_blocks
 from .kept_prompt import Column, blocks_to_keep, num_kept_tokens
 from .miss_reason import examine_miss
+from .partial_blocks import PartialBlocks
 from .prefix_hit import PrefixHit, Tail, find_hit, num_whole_blocks
-from .prefix_tree import PrefixNode, PrefixTree
-from .registrations import StepRegistrations
+from .prefix_tree import PrefixTree
+from .registrations import Registrations
 from .residency import BlockResidency, ObservedBlockPool
 from .retention import spans_of_terms
 from .shortage import Shortage
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCopies:
-    """What is copied for a request that was admitted in this step; `sources` are referenced until it has run."""
-
-    copies: Sequence[SlotCopy]
-    sources: Sequence[KVCacheBlock]
 
 
 def _find_no_tail(num_whole: int) -> None:
@@ -93,8 +85,8 @@ class KVCacheManager:
             tree=tree,
         )
         self.tables: dict[str, BlockTable] = {}
-        self._registrations = StepRegistrations(self.pool)
-        self._pending: dict[str, PendingCopies] = {}
+        self._registrations = Registrations(self.pool, block_size, self.windows, window_retention)
+        self._partial = PartialBlocks(self.pool, block_size, self.tables, self._registrations)
         self._shortage = Shortage(self.pool, self.windows)
         self._no_hit = PrefixHit((), [()] * len(self.windows), 0)
 
@@ -107,7 +99,8 @@ class KVCacheManager:
         if self.full_prompt_hit == "drop_last_block" and len(hashes) * self.block_size == num_tokens:
             hashes = hashes[:-1]
         path = self.pool.tree.walk(hashes, request.block_contents)
-        find_tail = _find_no_tail if whole_blocks_only else partial(self._find_tail, request, path)
+        copies = self.match_unit == "token" and not whole_blocks_only
+        find_tail = partial(self._partial.find, request, path) if copies else _find_no_tail
         return find_hit(path, num_tokens, self.windows, self.block_size, find_tail)
 
     def why_missed(self, request: Request, hit: PrefixHit) -> MissReason:
@@ -119,43 +112,6 @@ class KVCacheManager:
         if self.full_prompt_hit == "drop_last_block" and request.num_tokens % self.block_size == 0:
             return request.num_tokens - self.block_size
         return request.num_tokens - 1
-
-    def _find_tail(self, request: Request, path: Sequence[PrefixNode], num_whole: int) -> Tail | None:
-        """The longest beginning of the next block that can be copied.
-
-        O(log children + block size), and a glance at every running request for the block it is filling.
-        """
-        size = self.block_size
-        start = num_whole * size
-        end = min(start + size, request.num_tokens - 1)
-        if self.match_unit == "block" or end <= start:
-            return None
-        tree = self.pool.tree
-        parent = path[num_whole - 1] if num_whole else tree.root
-        content = partial_content(request.token_ids, request.extra_key_spans, start, end, size)
-        node, num_slots = tree.longest_match(parent, content)
-        filling: Tail | None = None
-        for table in self.tables.values():
-            index, num_filled = divmod(table.request.num_computed_tokens, size)
-            if num_filled <= num_slots or self._parent_of_tail(table, index) is not parent:
-                continue
-            other = table.request
-            theirs = partial_content(
-                other.token_ids, other.extra_key_spans, index * size, index * size + num_filled, size
-            )
-            if (num_common := num_common_tokens(theirs, content)) > num_slots:
-                num_slots, filling = num_common, Tail(table.at(index), num_common, theirs)
-        if filling is not None or node is None:
-            return filling
-        blocks = [node.filled_block(group) for group in range(len(self.windows))]
-        return Tail([block for block in blocks if block is not None], num_slots, node.content)
-
-    def _parent_of_tail(self, table: BlockTable, index: int) -> PrefixNode | None:
-        """The node before block `index`, the first one that is computed in part; None if nobody may copy from that."""
-        is_own = table.num_shared_blocks <= index <= len(table.nodes)
-        if not (is_own and table.is_registrable) or table.request.request_id in self._pending:
-            return None
-        return table.nodes[index - 1] if index else self.pool.tree.root
 
     def get_forked_blocks(self, request: Request, parent: Request) -> PrefixHit | None:
         """All but the last token of a prompt that `parent`, which holds blocks, has computed whole. Changes nothing.
@@ -176,9 +132,7 @@ class KVCacheManager:
         tail = None
         if num_slots > 0:
             start = num_full * self.block_size
-            content = partial_content(
-                request.token_ids, request.extra_key_spans, start, start + num_slots, self.block_size
-            )
+            content = content_between(request, start, start + num_slots, self.block_size)
             tail = Tail(table.at(num_full), num_slots, content)
         return PrefixHit(table.nodes[:num_full], blocks, num_hit_tokens, tail, table.is_stale)
 
@@ -242,12 +196,7 @@ class KVCacheManager:
         table = self.tables[request.request_id] = BlockTable(request, hit.nodes, hit.blocks, hit.is_stale)
         new_blocks = self._extend(table, num_needed, num_tokens)
         if hit.tail is not None:
-            targets = table.at(hit.num_whole_blocks)
-            copies = [
-                SlotCopy(source.block_id, target.block_id, hit.tail.num_slots)
-                for source, target in zip(sources, targets, strict=True)
-            ]
-            self._pending[request.request_id] = PendingCopies(copies, sources)
+            self._partial.begin_copies(request, hit.tail, table.at(hit.num_whole_blocks))
         return new_blocks
 
     def _num_takeable_blocks(self, spares_kept: bool) -> int:
@@ -267,7 +216,8 @@ class KVCacheManager:
             share = num_needed // len(self.windows)
             for group in range(len(self.windows)):
                 table.extend(group, new_blocks[group * share : (group + 1) * share])
-        self._register_full_blocks(table, num_tokens)
+        if self.enable_caching:
+            self._registrations.register(table, num_tokens)
         return new_blocks
 
     def _give_back_unseen(self, table: BlockTable) -> None:
@@ -282,78 +232,17 @@ class KVCacheManager:
 
     def copies_for(self, request: Request) -> Sequence[SlotCopy]:
         """What has to be copied before the step in which the request was just admitted."""
-        pending = self._pending.get(request.request_id)
-        return () if pending is None else pending.copies
+        return self._partial.copies_for(request)
 
     def register_known(self, request: Request) -> None:
         """Steps that have run or are running compute all tokens of the request: register the blocks they fill."""
-        self._register_full_blocks(self.tables[request.request_id], request.num_tokens)
-
-    def _register_full_blocks(self, table: BlockTable, num_tokens: int) -> None:
-        request, first = table.request, len(table.nodes)
-        # A token that a step computes before it is known, at most one, is in no hash yet.
-        num_full = min(num_tokens, len(request.token_ids)) // self.block_size
-        if first >= num_full or not self.enable_caching or not table.is_registrable:
-            return
-        tree = self.pool.tree
-        parent = self._live_node(table, first)
-        if parent is None:
-            return
-        kept = self._kept_blocks(table, first, num_full)
-        new_nodes: list[PrefixNode] = []
-        for index, blocks in enumerate(kept, first):
-            node = tree.add(parent, request.block_hashes[index], request.block_contents[index], blocks)
-            if node is None:
-                table.is_registrable = False
-                break
-            new_nodes.append(node)
-            parent = node
-        # Of what no group keeps, nothing stays.
-        tree.prune(parent)
-        table.nodes += new_nodes
-        self._registrations.add(request.request_id, kept, new_nodes)
-
-    def _kept_blocks(self, table: BlockTable, first: int, end: int) -> list[tuple[KVCacheBlock | None, ...]]:
-        """Blocks `[first, end)` of all groups, as far as lookups are to find them."""
-        columns = []
-        for group, window in enumerate(self.windows):
-            blocks = table.blocks[group][first:end]
-            if window is not None and self.window_retention == "prompt_tail":
-                needed = range(*self._prompt_tail(table.request, window))
-                blocks = [block if index in needed else None for index, block in enumerate(blocks, first)]
-            columns.append(blocks)
-        return list(zip(*columns, strict=True))
-
-    def _prompt_tail(self, request: Request, window: int) -> tuple[int, int]:
-        """The blocks that the longest hit of the same prompt needs in a group with this window."""
-        end = (request.num_prompt_tokens - 1) // self.block_size
-        return first_visible_block(window, end * self.block_size, self.block_size), end
-
-    def _live_node(self, table: BlockTable, num_blocks: int) -> PrefixNode | None:
-        """That of the first `num_blocks` blocks of `table`; made again if it was forgotten since.
-
-        None if another prefix has taken its hash meanwhile: then nothing more of `table` is cached.
-        """
-        tree, nodes, request = self.pool.tree, table.nodes, table.request
-        first = num_blocks
-        while first > 0 and not nodes[first - 1].is_live:
-            first -= 1
-        parent = nodes[first - 1] if first else tree.root
-        for index in range(first, num_blocks):
-            node = tree.add(parent, request.block_hashes[index], request.block_contents[index], ())
-            if node is None:
-                tree.prune(parent)
-                table.is_registrable = False
-                return None
-            parent = nodes[index] = node
-        return parent
+        if self.enable_caching:
+            self._registrations.register(self.tables[request.request_id], request.num_tokens)
 
     def commit_step(self) -> None:
         """The step has run: what it registered holds, and what was to be copied is."""
         self._registrations.commit()
-        for pending in self._pending.values():
-            self.pool.free_blocks(pending.sources)
-        self._pending.clear()
+        self._partial.commit()
 
     def withdraw(self, request: Request) -> None:
         """Free the request's blocks; those it registered in the present step were never filled and are forgotten."""
@@ -375,29 +264,11 @@ class KVCacheManager:
         table = self.tables.get(request.request_id)
         if table is None:
             return
-        self._keep_tail(table)
+        if self.enable_caching and self.match_unit == "token":
+            self._partial.keep(table)
         del self.tables[request.request_id]
-        if (pending := self._pending.pop(request.request_id, None)) is not None:
-            self.pool.free_blocks(pending.sources)
+        self._partial.withdraw(request.request_id)
         self._free(table, table.from_the_end())
-
-    def _keep_tail(self, table: BlockTable) -> None:
-        request = table.request
-        index, num_filled = divmod(request.num_computed_tokens, self.block_size)
-        if not (num_filled and self.enable_caching and self.match_unit == "token"):
-            return
-        if self._parent_of_tail(table, index) is None:
-            return
-        blocks = table.at(index)
-        if any(block.node is not None for block in blocks):
-            return
-        start = index * self.block_size
-        content = partial_content(
-            request.token_ids, request.extra_key_spans, start, start + num_filled, self.block_size
-        )
-        parent = self._live_node(table, index)
-        if parent is not None:
-            self.pool.tree.add_partial(parent, content, blocks)
 
     def keep_prompt(self, request: Request) -> tuple[int, ...]:
         """The prompt is computed: keep what the request asked for; of each of its `keep`, how many tokens are kept.
@@ -425,7 +296,7 @@ class KVCacheManager:
         columns: list[Column] = [[node.block(group) for group in range(len(self.windows))] for node in path]
         # If it is filled later, a prompt's tail in a window is not for lookups.
         stays = self.match_unit == "token" and (self.window_retention == "all" or not self._has_windows)
-        if num_more and len(path) == num_full and stays and self._parent_of_tail(table, num_full) is not None:
+        if num_more and len(path) == num_full and stays and self._partial.parent_of(table, num_full) is not None:
             columns.append(table.at(num_full))
         return columns
 

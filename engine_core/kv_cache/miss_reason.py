@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine_core.request import Request
 from ipc.vocabulary import MissReason
 
-from .block_content import Content, num_content_tokens, partial_content, salts_before
+from .block_content import Content, content_between, num_content_tokens, salts_before
 from .lost_blocks import Loss
 from .prefix_hit import PrefixHit, Tail
 from .prefix_tree import PrefixNode, PrefixTree
@@ -93,7 +93,7 @@ def examine_miss(kv: KVCacheManager, request: Request, hit: PrefixHit, find: Fin
             return Miss(loss.why, hit.num_tokens, loss=loss)
     start = num_whole * size
     end = min(start + size, request.num_tokens)
-    own = partial_content(request.token_ids, request.extra_key_spans, start, end, size)
+    own = content_between(request, start, end, size)
     relative = find(tree, hit.nodes[-1] if num_whole else tree.root, own, hit.tail)
     # What was copied may have come from where a foreign salt begins behind it; who may be heard of has less in common.
     if relative is None or start + relative.num_common < max(1, hit.num_tokens):
