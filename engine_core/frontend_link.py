@@ -3,8 +3,7 @@
 It receives, checks and hashes requests, sends outputs and heartbeats, and notices who is gone, however long a step
 takes. The engine loop hears of it only through a queue of commands, and never waits for it.
 
-What cannot be sent waits in a bounded backlog per frontend. When that is full the frontend's requests are
-aborted, and after everything that waited it is told so: no token disappears without a word.
+What is on its way to them is kept by `frontend_sessions`.
 
 A message that cannot be read may have been a request somebody waits for. So it is counted and, if it came from a
 known frontend, ends that session: its requests are aborted and it is told goodbye, upon which it fails them and starts
@@ -14,7 +13,6 @@ dropped and counted. From strangers such messages are only counted. Either way e
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -22,7 +20,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
 import zmq
 
@@ -54,24 +54,25 @@ from ipc.messages import (
     Welcome,
 )
 from ipc.sockets import QUEUE_MESSAGES, bind_router, peer_name
-from ipc.stats import EngineStats, PrefixCacheReset
-from ipc.vocabulary import CacheProbe, EngineCapabilities, EngineRequest, RequestError, RequestOutput, WantedFeature
+from ipc.stats import EngineStats
+from ipc.vocabulary import EngineCapabilities, EngineRequest, RequestError, RequestOutput, WantedFeature
 from ipc.wakeup import Wakeup
 
 from .adapter_calls import AdapterCalls
 from .commands import Abort, AbortContinuations, Add, Command, Drain, Probe, Reset, Stop, Supply
 from .frontend_requests import FrontendRequests
-from .frontend_session import FrontendLostError, FrontendSession, send
+from .frontend_session import FrontendSession
+from .frontend_sessions import ENTRIES_PER_MESSAGE, FrontendSessions
 from .request import Request
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 # Decoding, checking and hashing one long prompt takes tens of milliseconds: a turn of receiving is bounded by time.
 _RECEIVE_TURN_S = 0.02
 # A ROUTER cannot tell when one particular peer can be written to again, so a backlog is retried.
 _BACKLOG_RETRY_S = 0.005
-# So many that each fits a message, whatever the ids: a frontend may have any number of requests.
-_ENTRIES_PER_MESSAGE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,6 @@ class FrontendLink:
         self._commands = commands
         self._settings = settings
         self._decoder: Decoder[FrontendMessage] = Decoder(FrontendMessage)
-        self._frontends: dict[bytes, FrontendSession] = {}
         self._requests = FrontendRequests(prepare_request)
         self._outbox: deque[EngineOutputs | list[WantedFeature]] = deque()
         self._answers: deque[tuple[FrontendSession, EngineMessage]] = deque()
@@ -141,6 +141,13 @@ class FrontendLink:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._sessions = FrontendSessions(
+            self._router,
+            self.epoch,
+            settings.max_backlog_messages,
+            settings.max_merged_tokens,
+            lambda frontend: self._abort(frontend, list(frontend.engine_ids)),
+        )
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="frontend-link", daemon=True)
 
@@ -192,8 +199,8 @@ class FrontendLink:
                 self._flush()
                 self._beat()
             self._flush()
-            for identity in self._frontends:
-                self._tell(identity, Goodbye())
+            for frontend in self._sessions:
+                self._sessions.tell(frontend.identity, Goodbye())
         except Exception:
             logger.exception("frontend_link_failed")
             self._commands.put(Stop(1))
@@ -205,7 +212,7 @@ class FrontendLink:
 
     def _wait_ms(self) -> int:
         wait_s = self._next_beat_s - time.monotonic()
-        if any(frontend.backlog for frontend in self._frontends.values()):
+        if self._sessions.has_backlog():
             wait_s = min(wait_s, _BACKLOG_RETRY_S)
         return max(0, round(wait_s * 1000))
 
@@ -222,7 +229,7 @@ class FrontendLink:
                 return
 
     def _take(self, identity: bytes, frames: list[memoryview]) -> None:
-        frontend = self._frontends.get(identity)
+        frontend = self._sessions.get(identity)
         try:
             epoch, sequence, message = self._decoder.decode(frames)
         except WireError as error:
@@ -230,9 +237,9 @@ class FrontendLink:
             if error.reason == "version":
                 version = read_header(frames).version
                 reason = f"the engine speaks protocol {PROTOCOL_VERSION}, the frontend {version}"
-                self._tell(identity, Refused(reason))
+                self._sessions.tell(identity, Refused(reason))
             if frontend is not None:
-                self._end(frontend, "unreadable_message")
+                self._sessions.end(frontend, "unreadable_message")
             return
         if isinstance(message, Hello):
             self._greet(identity, frontend, sequence)
@@ -243,10 +250,10 @@ class FrontendLink:
         if frontend is None:
             # It was given up while it was silent and does not know yet.
             self.drops.add("no_session", type(message).__name__)
-            self._tell(identity, Goodbye())
+            self._sessions.tell(identity, Goodbye())
             return
         if isinstance(message, Goodbye):
-            self._forget(frontend, "goodbye")
+            self._sessions.forget(frontend, "goodbye")
             return
         if not self._is_next(frontend, sequence):
             return
@@ -259,13 +266,14 @@ class FrontendLink:
             self._abort(frontend, message.request_ids)
             self._abort_continuations(frontend, message.continuations)
         elif isinstance(message, GetStats):
-            self._enqueue(frontend, Stats(message.call_id, self._stats(), dict(self.drops.counts)))
+            self._sessions.enqueue(frontend, Stats(message.call_id, self._stats(), dict(self.drops.counts)))
         elif isinstance(message, ResetPrefixCache):
-            self._commands.put(Reset(message.reset_running_requests, self._answer_reset(frontend, message.call_id)))
+            answer = self._answer(frontend, partial(PrefixCacheWasReset, message.call_id))
+            self._commands.put(Reset(message.reset_running_requests, answer))
         elif isinstance(message, ProbeCache):
             self._probe(frontend, message)
         elif isinstance(message, LoadAdapter | UnloadAdapter):
-            self._adapter_calls.ask(message, self._answer_adapter_call(frontend))
+            self._adapter_calls.ask(message, self._answer(frontend, lambda answer: answer))
 
     def _is_next(self, frontend: FrontendSession, sequence: int) -> bool:
         """Whether this message is to be taken. One that shows that others were lost ends the session."""
@@ -274,37 +282,32 @@ class FrontendLink:
             detail = f"message {sequence} of {peer_name(frontend.identity)}, expected {frontend.expected}"
             self.drops.add(verdict, detail)
         if verdict == "lost":
-            self._end(frontend, "lost_message")
+            self._sessions.end(frontend, "lost_message")
         return verdict == "next"
 
     def _greet(self, identity: bytes, frontend: FrontendSession | None, sequence: int) -> None:
         if frontend is None:
-            frontend = self._frontends[identity] = FrontendSession(identity, time.monotonic(), sequence + 1)
-            logger.debug("frontend_joined frontend=%s", peer_name(identity))
+            frontend = self._sessions.begin(identity, sequence + 1)
         elif sequence < frontend.expected:
             self.drops.add("duplicate", f"hello {sequence} of {peer_name(identity)}, expected {frontend.expected}")
             return
         else:
-            # A frontend that starts anew has no use for what it had in flight, nor for what waits for it.
-            self._abort(frontend, list(frontend.engine_ids))
-            frontend.backlog.clear()
-            frontend.last_heard_s = time.monotonic()
-            frontend.expected = sequence + 1
-        self._enqueue(frontend, Welcome(self._capabilities, sequence, self._adapter_calls.adapters()))
-        self._enqueue(frontend, self._heartbeat(frontend))
+            self._sessions.begin_anew(frontend, sequence + 1)
+        self._sessions.enqueue(frontend, Welcome(self._capabilities, sequence, self._adapter_calls.adapters()))
+        self._sessions.enqueue(frontend, self._heartbeat(frontend))
 
     def _announce_drain(self) -> None:
         self._draining = True
         self._commands.put(Drain())
-        for frontend in list(self._frontends.values()):
-            self._enqueue(frontend, self._heartbeat(frontend))
+        for frontend in self._sessions:
+            self._sessions.enqueue(frontend, self._heartbeat(frontend))
 
     def _heartbeat(self, frontend: FrontendSession) -> Heartbeat:
         return Heartbeat(len(self._requests) - len(frontend.engine_ids), self._draining)
 
     def _add(self, frontend: FrontendSession, request: EngineRequest) -> None:
-        if len(frontend.backlog) >= self._settings.max_backlog_messages:
-            self._refuse(frontend, request.request_id, _not_reading(self._settings))
+        if self._sessions.is_full(frontend):
+            self._refuse(frontend, request.request_id, self._sessions.not_reading())
         elif self._draining:
             message = "the engine is about to stop and takes no new requests"
             self._refuse(frontend, request.request_id, RequestError("overloaded", message, reason="draining"))
@@ -325,30 +328,22 @@ class FrontendLink:
             return
         self._commands.put(Supply(engine_id, message.key, message.inputs, message.error))
 
-    def _answer_reset(self, frontend: FrontendSession, call_id: int) -> Callable[[PrefixCacheReset], None]:
-        def answer(result: PrefixCacheReset) -> None:
-            self._answers.append((frontend, PrefixCacheWasReset(call_id, result)))
-            self._wakeup.wake()
+    def _answer(self, frontend: FrontendSession, make: Callable[[ResultT], EngineMessage]) -> Callable[[ResultT], None]:
+        """What takes a result, in any thread, and has the frontend told what `make` makes of it."""
 
-        return answer
-
-    def _answer_adapter_call(self, frontend: FrontendSession) -> Callable[[AdapterAnswer], None]:
-        def answer(result: AdapterAnswer) -> None:
-            self._answers.append((frontend, result))
+        def answer(result: ResultT) -> None:
+            self._answers.append((frontend, make(result)))
             self._wakeup.wake()
 
         return answer
 
     def _probe(self, frontend: FrontendSession, message: ProbeCache) -> None:
-        def answer(probe: CacheProbe) -> None:
-            self._answers.append((frontend, CacheProbed(message.call_id, probe)))
-            self._wakeup.wake()
-
         prepared = self._requests.prepare(message.request)
         if isinstance(prepared, RequestError):
-            self._enqueue(frontend, CacheProbed(message.call_id, error=prepared))
+            self._sessions.enqueue(frontend, CacheProbed(message.call_id, error=prepared))
         else:
             relative_end = message.relative_end if message.explain else None
+            answer = self._answer(frontend, partial(CacheProbed, message.call_id))
             self._commands.put(Probe(prepared, relative_end, answer))
 
     def _abort(self, frontend: FrontendSession, own_ids: Iterable[str]) -> None:
@@ -364,30 +359,11 @@ class FrontendLink:
         if known:
             self._commands.put(AbortContinuations(known))
 
-    def _forget(self, frontend: FrontendSession, reason: str) -> None:
-        if self._frontends.pop(frontend.identity, None) is None:
-            return
-        logger.info(
-            "frontend_left frontend=%s reason=%s dropped_requests=%d",
-            peer_name(frontend.identity),
-            reason,
-            len(frontend.engine_ids),
-        )
-        self._abort(frontend, list(frontend.engine_ids))
-        frontend.backlog.clear()
-
-    def _end(self, frontend: FrontendSession, reason: str) -> None:
-        """Give the session up and say so: now if possible, else in answer to the frontend's next message."""
-        self._forget(frontend, reason)
-        self._tell(frontend.identity, Goodbye())
-
     def _refuse(self, frontend: FrontendSession, own_id: str, error: RequestError) -> None:
-        self._enqueue(frontend, EngineOutputs([RequestOutput(own_id, [], finish_reason="error", error=error)]))
+        self._sessions.enqueue(frontend, EngineOutputs([RequestOutput(own_id, [], finish_reason="error", error=error)]))
 
     def _flush(self) -> None:
-        for frontend in list(self._frontends.values()):
-            while frontend.backlog and self._send(frontend, frontend.backlog[0]):
-                frontend.backlog.popleft()
+        self._sessions.send_backlogs()
         while self._outbox:
             published = self._outbox.popleft()
             if isinstance(published, EngineOutputs):
@@ -398,13 +374,13 @@ class FrontendLink:
             frontend, answer = self._answers.popleft()
             if isinstance(answer, AdapterAnswer) and answer.adapter is not None:
                 self._tell_adapters()
-            if self._frontends.get(frontend.identity) is frontend:
-                self._enqueue(frontend, answer)
+            if self._sessions.is_live(frontend):
+                self._sessions.enqueue(frontend, answer)
 
     def _tell_adapters(self) -> None:
         """To everybody, as it is by now: so nobody is told of it in another order than it happened."""
-        for frontend in list(self._frontends.values()):
-            self._enqueue(frontend, Adapters(self._adapter_calls.adapters()))
+        for frontend in self._sessions:
+            self._sessions.enqueue(frontend, Adapters(self._adapter_calls.adapters()))
 
     def _route_outputs(self, outputs: EngineOutputs) -> None:
         for frontend, share in self._requests.shares_of_outputs(outputs.outputs).items():
@@ -412,52 +388,16 @@ class FrontendLink:
             for output in share:
                 # The engine sees to it that one fits a message; several together may not.
                 if output.prompt_logprobs is not None:
-                    self._enqueue(frontend, EngineOutputs([output]))
+                    self._sessions.enqueue(frontend, EngineOutputs([output]))
                 else:
                     together.append(output)
             if together:
-                self._enqueue(frontend, EngineOutputs(together))
+                self._sessions.enqueue(frontend, EngineOutputs(together))
 
     def _route_wanted(self, wanted: list[WantedFeature]) -> None:
         for frontend, share in self._requests.shares_of_wanted(wanted).items():
-            for start in range(0, len(share), _ENTRIES_PER_MESSAGE):
-                self._enqueue(frontend, WantFeatures(share[start : start + _ENTRIES_PER_MESSAGE]))
-
-    def _enqueue(self, frontend: FrontendSession, message: EngineMessage) -> None:
-        if not frontend.backlog and self._send(frontend, message):
-            return
-        if frontend.identity not in self._frontends:
-            return
-        frontend.keep(message, self._settings.max_merged_tokens)
-        limit = self._settings.max_backlog_messages
-        if len(frontend.backlog) >= limit and frontend.engine_ids:
-            own_ids = list(frontend.engine_ids)
-            logger.warning("frontend_overflow frontend=%s aborted=%d", peer_name(frontend.identity), len(own_ids))
-            self._abort(frontend, own_ids)
-            error = _not_reading(self._settings)
-            outputs = [RequestOutput(own_id, [], finish_reason="abort", error=error) for own_id in own_ids]
-            for start in range(0, len(outputs), _ENTRIES_PER_MESSAGE):
-                frontend.keep(EngineOutputs(outputs[start : start + _ENTRIES_PER_MESSAGE]), 0)
-        elif len(frontend.backlog) > 2 * limit:
-            # It sends and sends, and reads nothing: not even refusals can be kept for it.
-            self._end(frontend, "overflow")
-
-    def _send(self, frontend: FrontendSession, message: EngineMessage) -> bool:
-        """False if its queue is full, or if it is lost: then it has been forgotten."""
-        try:
-            return frontend.send(self._router, self.epoch, message)
-        except FrontendLostError as error:
-            if error.reason == "disconnected":
-                self._forget(frontend, error.reason)
-            else:
-                logger.error("message_unsendable frontend=%s reason=%.200r", peer_name(frontend.identity), error.detail)
-                self._end(frontend, error.reason)
-            return False
-
-    def _tell(self, identity: bytes, message: Goodbye | Refused) -> None:
-        """Outside any session: to a peer that has none, or has none any more. If it is gone already, all the better."""
-        with contextlib.suppress(FrontendLostError):
-            send(self._router, identity, self.epoch, message)
+            for start in range(0, len(share), ENTRIES_PER_MESSAGE):
+                self._sessions.enqueue(frontend, WantFeatures(share[start : start + ENTRIES_PER_MESSAGE]))
 
     def _beat(self) -> None:
         now_s = time.monotonic()
@@ -466,19 +406,12 @@ class FrontendLink:
             return
         interval_s = self._settings.heartbeat_interval_s
         self._next_beat_s = now_s + interval_s
-        for frontend in list(self._frontends.values()):
+        for frontend in self._sessions:
             if late_s > interval_s:
                 # It was this process that slept; their heartbeats may be waiting in the socket.
                 frontend.last_heard_s = min(frontend.last_heard_s + late_s, now_s)
             if now_s - frontend.last_heard_s > self._settings.frontend_timeout_s:
-                self._end(frontend, "silent")
+                self._sessions.end(frontend, "silent")
             elif not frontend.backlog:
                 # What waits is as good a sign of life, and a heartbeat must not overtake a welcome.
-                self._send(frontend, self._heartbeat(frontend))
-
-
-def _not_reading(settings: LinkSettings) -> RequestError:
-    return RequestError(
-        "overloaded",
-        f"the frontend did not read its outputs: {settings.max_backlog_messages} messages were waiting for it",
-    )
+                self._sessions.send(frontend, self._heartbeat(frontend))

@@ -230,7 +230,7 @@ def test_a_load_counts_although_its_frontend_is_gone(endpoint: str, join: Connec
         frontend.send(LoadAdapter(1, "a", "w1"))
         assert runner.reading.wait(20)
         frontend.send(Goodbye())
-        wait_until(lambda: len(server.link._frontends) == 1)
+        wait_until(lambda: len(list(server.link._sessions)) == 1)
         runner.go_on.set()
         told = other.receive(Adapters)
         assert isinstance(told, Adapters) and [info.name for info in told.adapters] == ["a"]
