@@ -96,7 +96,7 @@ def _flag(query: Any, name: str, default: bool) -> bool:
 async def _reset(engine: EngineClient, reset_running_requests: bool) -> EngineReset:
     """Of an engine that cannot be reached, why it cannot."""
     try:
-        result = await engine.reset_prefix_cache(
+        result = await engine.calls.reset_prefix_cache(
             reset_running_requests=reset_running_requests, timeout_s=_RESET_TIMEOUT_S
         )
     except EngineUnavailableError as error:

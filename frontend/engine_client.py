@@ -23,34 +23,24 @@ from ipc.curve import FrontendKeys, check_security, why_no_handshake
 from ipc.drops import DropCounter
 from ipc.endpoints import check_endpoint
 from ipc.messages import (
-    AdapterAnswer,
     Adapters,
-    CacheProbed,
     EngineMessage,
     EngineOutputs,
     FrontendMessage,
-    GetStats,
     Goodbye,
     Heartbeat,
     Hello,
-    LoadAdapter,
-    PrefixCacheWasReset,
-    ProbeCache,
     Refused,
-    ResetPrefixCache,
-    Stats,
-    UnloadAdapter,
     WantFeatures,
     Welcome,
 )
-from ipc.stats import PrefixCacheReset
-from ipc.vocabulary import AdapterInfo, CacheProbe, EngineCapabilities, EngineRequest, RequestError
+from ipc.vocabulary import AdapterInfo, EngineCapabilities, EngineRequest
 
-from .engine_calls import EngineCalls, EngineSnapshot
-from .engine_errors import EngineUnavailableError, RequestRefusedError
+from .engine_calls import Answer, EngineCalls
+from .engine_errors import EngineUnavailableError
 from .engine_session import EngineSession
 from .feature_supply import FeatureSource
-from .in_flight import RequestsInFlight, why_unsendable
+from .in_flight import RequestsInFlight
 from .request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
@@ -87,6 +77,7 @@ class EngineClient:
         on_adapters: told what it had said before, whenever it says which adapters it has.
         num_restarts: how often another engine answered than before.
         num_other_requests: what this engine is working on for other frontends, as it said last.
+        calls: what the engine can be asked, whether it takes requests or not.
         drops: messages that were not used, by reason.
     """
 
@@ -134,7 +125,7 @@ class EngineClient:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
         self._in_flight = RequestsInFlight(index)
-        self._calls = EngineCalls()
+        self.calls = EngineCalls(self._ask)
         self._closing = False
         self._session: EngineSession | None = None
         self._ready = asyncio.Event()
@@ -206,69 +197,8 @@ class EngineClient:
             raise EngineUnavailableError(self.down_reason)
         return self._in_flight.submit(self._session, request, features)
 
-    async def stats(self, timeout_s: float) -> EngineSnapshot:
-        """What the engine counts, answered however long its present step takes.
-
-        Raises:
-            EngineUnavailableError: there is no engine, it was lost meanwhile, or it did not answer in time.
-        """
-        return await self._calls.call(lambda call_id: self._ask(GetStats(call_id)), timeout_s)
-
-    async def reset_prefix_cache(self, *, reset_running_requests: bool, timeout_s: float) -> PrefixCacheReset:
-        """Make the engine forget every cached prefix, after its present step; see `ResetPrefixCache`.
-
-        Raises:
-            EngineUnavailableError: as `stats`. What was asked may happen all the same.
-        """
-        return await self._calls.call(
-            lambda call_id: self._ask(ResetPrefixCache(call_id, reset_running_requests)), timeout_s
-        )
-
-    async def probe_cache(
-        self, request: EngineRequest, *, explain: bool = False, relative_end: int = 0, timeout_s: float
-    ) -> CacheProbe:
-        """What `request` would find in the engine's prefix cache, after its present step; see `ProbeCache`.
-
-        Raises:
-            EngineUnavailableError: as `stats`.
-            RequestRefusedError: the request could never run there, or cannot be sent.
-        """
-        try:
-            answer: CacheProbed = await self._calls.call(
-                lambda call_id: self._ask(ProbeCache(call_id, request, explain, relative_end)), timeout_s
-            )
-        except WireError as error:
-            raise RequestRefusedError(why_unsendable(request, error)) from error
-        if answer.probe is None:
-            raise RequestRefusedError(answer.error or RequestError("internal", "the engine gave no answer"))
-        return answer.probe
-
-    async def load_adapter(
-        self, name: str, path: str, *, replaces: bool = False, digest: str | None = None, timeout_s: float
-    ) -> AdapterInfo:
-        """Let requests ask the engine for the LoRA adapter at `path` as `name`; see `LoadAdapter`.
-
-        Raises:
-            EngineUnavailableError: as `stats`. What was asked may happen all the same.
-            RequestRefusedError: the `reason` and `param` of its error are those of `AdapterAnswer`.
-        """
-        return await self._change_adapter(
-            lambda call_id: LoadAdapter(call_id, name, path, replaces, digest), timeout_s=timeout_s
-        )
-
-    async def unload_adapter(self, name: str, *, timeout_s: float) -> AdapterInfo:
-        """Let no further request ask the engine for the LoRA adapter `name`. Raises as `load_adapter`."""
-        return await self._change_adapter(lambda call_id: UnloadAdapter(call_id, name), timeout_s=timeout_s)
-
-    async def _change_adapter(
-        self, make: Callable[[int], LoadAdapter | UnloadAdapter], *, timeout_s: float
-    ) -> AdapterInfo:
-        answer: AdapterAnswer = await self._calls.call(lambda call_id: self._ask(make(call_id)), timeout_s)
-        if answer.adapter is None:
-            raise RequestRefusedError(answer.error or RequestError("internal", "the engine gave no answer"))
-        return answer.adapter
-
     def _ask(self, message: FrontendMessage) -> None:
+        """See `EngineCalls`."""
         if not self.is_connected or self._session is None:
             raise EngineUnavailableError(self.down_reason)
         if not self._session.send(message):
@@ -328,7 +258,7 @@ class EngineClient:
         self._session = None
         self._ready.clear()
         self._in_flight.fail_all(EngineUnavailableError(reason))
-        self._calls.fail_all(EngineUnavailableError(reason))
+        self.calls.fail_all(EngineUnavailableError(reason))
 
     def _take_event(self, session: EngineSession, frames: list[memoryview]) -> None:
         event = parse_monitor_message([frame.tobytes() for frame in frames])
@@ -383,12 +313,8 @@ class EngineClient:
         elif isinstance(message, WantFeatures):
             for wanted in message.features:
                 self._in_flight.answer(wanted)
-        elif isinstance(message, Stats):
-            self._calls.answer(message.call_id, EngineSnapshot(epoch, message.stats, message.dropped_messages))
-        elif isinstance(message, PrefixCacheWasReset):
-            self._calls.answer(message.call_id, message.result)
-        elif isinstance(message, CacheProbed | AdapterAnswer):
-            self._calls.answer(message.call_id, message)
+        elif isinstance(message, Answer):
+            self.calls.take(epoch, message)
         elif isinstance(message, Adapters):
             self._learn_adapters(message.adapters, "changed")
         elif isinstance(message, Heartbeat):

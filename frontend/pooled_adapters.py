@@ -60,7 +60,7 @@ class PooledAdapters:
             ready = [engine for engine in self._engines if engine.state == "ready"]
             results = await self._ask_all(
                 [engine for engine in ready if capabilities_of(engine).max_loras] or ready,
-                lambda engine: engine.load_adapter(name, path, replaces=replaces, timeout_s=_TIMEOUT_S),
+                lambda engine: engine.calls.load_adapter(name, path, replaces=replaces, timeout_s=_TIMEOUT_S),
             )
             loaded = {engine: result for engine, result in results.items() if isinstance(result, AdapterInfo)}
             refusals = [result for result in results.values() if isinstance(result, RequestRefusedError)]
@@ -95,7 +95,7 @@ class PooledAdapters:
                 raise RequestRefusedError(RequestError("invalid", message, "lora_name", "unknown_adapter"))
             results = await self._ask_all(
                 [engine for engine in self._engines if engine.is_connected],
-                lambda engine: engine.unload_adapter(name, timeout_s=_TIMEOUT_S),
+                lambda engine: engine.calls.unload_adapter(name, timeout_s=_TIMEOUT_S),
             )
             for result in results.values():
                 # Somebody else was quicker, or it never had it.
@@ -145,7 +145,7 @@ class PooledAdapters:
             return
         try:
             if old is None:
-                await engine.unload_adapter(loaded.name, timeout_s=_TIMEOUT_S)
+                await engine.calls.unload_adapter(loaded.name, timeout_s=_TIMEOUT_S)
             else:
                 await self._give(engine, old)
         except (EngineUnavailableError, RequestRefusedError) as error:
@@ -153,7 +153,7 @@ class PooledAdapters:
 
     @staticmethod
     async def _give(engine: EngineClient, adapter: AdapterInfo) -> None:
-        await engine.load_adapter(
+        await engine.calls.load_adapter(
             adapter.name, adapter.path, replaces=True, digest=adapter.digest, timeout_s=_TIMEOUT_S
         )
 
@@ -177,7 +177,7 @@ class PooledAdapters:
                     continue
                 try:
                     if repair.adapter is None:
-                        await engine.unload_adapter(repair.name, timeout_s=_TIMEOUT_S)
+                        await engine.calls.unload_adapter(repair.name, timeout_s=_TIMEOUT_S)
                     else:
                         await self._give(engine, repair.adapter)
                 except EngineUnavailableError:

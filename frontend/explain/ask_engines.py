@@ -56,7 +56,9 @@ async def _ask(
             engine.index, error=EngineUnavailableError(f"it does not have the adapter '{request.adapter}' now")
         )
     try:
-        probe = await engine.probe_cache(request, explain=explain, relative_end=relative_end, timeout_s=_TIMEOUT_S)
+        probe = await engine.calls.probe_cache(
+            request, explain=explain, relative_end=relative_end, timeout_s=_TIMEOUT_S
+        )
     except (EngineUnavailableError, RequestRefusedError) as error:
         return EngineProbe(engine.index, error=error)
     return EngineProbe(engine.index, probe)

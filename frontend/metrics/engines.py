@@ -162,7 +162,7 @@ class EngineCollector(Collector):
     async def _refresh_one(self, engine: EngineClient, totals: EngineTotals) -> None:
         # `engine_up` shows it.
         with contextlib.suppress(EngineUnavailableError):
-            totals.update(await engine.stats(ANSWER_TIMEOUT_S))
+            totals.update(await engine.calls.stats(ANSWER_TIMEOUT_S))
 
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()

@@ -64,6 +64,11 @@ class ScriptedEngine:
     def is_connected(self) -> bool:
         return self.state == "ready"
 
+    @property
+    def calls(self) -> ScriptedEngine:
+        """What it is asked it answers itself, as far as it has an answer."""
+        return self
+
     async def stats(self, timeout_s: float) -> EngineSnapshot:
         raise EngineUnavailableError("this engine has no numbers")
 

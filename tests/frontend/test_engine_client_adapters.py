@@ -75,8 +75,8 @@ async def test_what_was_loaded_and_unloaded_is_answered(client: EngineClient, en
     async def work() -> None:
         await client.wait_ready(20)
         answering = asyncio.create_task(answer())
-        assert await client.load_adapter("a", "/adapters/a", replaces=True, digest="d1", timeout_s=20) == A
-        assert await client.unload_adapter("a", timeout_s=20) == A
+        assert await client.calls.load_adapter("a", "/adapters/a", replaces=True, digest="d1", timeout_s=20) == A
+        assert await client.calls.unload_adapter("a", timeout_s=20) == A
         await answering
 
     await engine.welcome(1)
@@ -87,21 +87,21 @@ async def test_refusals_and_losses_are_told(client: EngineClient, engine: BareEn
     async def work() -> None:
         await client.wait_ready(20)
         refusal = RequestError("invalid", "lora_path: it does not exist", "lora_path", "path_not_found")
-        loading = asyncio.create_task(client.load_adapter("a", "/none", timeout_s=20))
+        loading = asyncio.create_task(client.calls.load_adapter("a", "/none", timeout_s=20))
         load, _ = await engine.hear(LoadAdapter)
         await engine.tell(AdapterAnswer(load.call_id, error=refusal), 1)
         with pytest.raises(RequestRefusedError) as caught:
             await loading
         assert caught.value.error == refusal
         with pytest.raises(EngineUnavailableError, match="did not answer within"):
-            await client.unload_adapter("a", timeout_s=0.05)
-        loading = asyncio.create_task(client.load_adapter("a", "/adapters/a", timeout_s=20))
+            await client.calls.unload_adapter("a", timeout_s=0.05)
+        loading = asyncio.create_task(client.calls.load_adapter("a", "/adapters/a", timeout_s=20))
         await engine.hear(LoadAdapter)
         await engine.tell(Goodbye(), 1)
         with pytest.raises(EngineUnavailableError, match="goodbye"):
             await loading
         with pytest.raises(EngineUnavailableError):
-            await client.load_adapter("a", "/adapters/a", timeout_s=20)
+            await client.calls.load_adapter("a", "/adapters/a", timeout_s=20)
 
     await engine.welcome(1)
     await keep_alive(engine, 1, work())
