@@ -12,124 +12,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
-from .attention import MAX_HEAD_DIM, CAttention
 from .attention_batch import AttentionBatch, CAttentionBatch
 from .attention_tiles import LayerHeads
 from .compiled import library
 from .kv_cache import LayerCache
 from .kv_cache_in_c import CKVCache, reaches
-from .linear import Activation, CWeight, PackedWeight
+from .layer_parts import LINEAR_NAMES, LayerParts, LinearName, check_parts
+from .layers_in_c import CLayer, CStep
+from .linear import PackedWeight
 from .lora_batch import LoraBatch
-from .lora_in_c import CLoraBatch, LoraSlots, PackedLora, on_c_side
+from .lora_in_c import LoraSlots, PackedLora, on_c_side
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Root mean square normalization: `x / sqrt(mean(x²) + epsilon) * weight`, `weight` `[size]` in float32."""
-
-    weight: torch.Tensor
-    epsilon: float
-
-
-@dataclass(frozen=True)
-class LayerParts:
-    """What a decoder layer is made of; all weights are packed for one dtype.
-
-    Args:
-        before_attention, after_attention, before_mlp, after_mlp: of the hidden size.
-        of_queries, of_keys: of `head_dim`, or of all heads together.
-        qkv: its outputs are `num_heads + 2 * num_kv_heads` heads.
-        rotary_dim: how many values of a head are rotated; pairs are half of that apart.
-        scaling, sliding_window, softcap, sinks: as `kernels.paged_attention.paged_attention` has them.
-    """
-
-    before_attention: Norm | None
-    of_queries: Norm | None
-    of_keys: Norm | None
-    after_attention: Norm | None
-    before_mlp: Norm | None
-    after_mlp: Norm | None
-    qkv: PackedWeight
-    output: PackedWeight
-    gate: PackedWeight
-    up: PackedWeight
-    down: PackedWeight
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    activation: Activation
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and of everything that is computed with them."""
-        return self.qkv.dtype
-
-    @property
-    def hidden_size(self) -> int:
-        return self.qkv.in_features
-
-    @cached_property
-    def heads(self) -> LayerHeads:
-        """As attention is told of them."""
-        return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.dtype)
-
-    @cached_property
-    def scratch_sizes(self) -> tuple[tuple[str, int], ...]:
-        """What its parts leave to each other, and how many values of each token."""
-        return (
-            ("normed", self.hidden_size),
-            ("qkv", self.qkv.out_features),
-            ("attended", self.output.in_features),
-            ("gated", self.down.in_features),
-        )
-
-
-class _CNorm(ctypes.Structure):
-    _fields_ = (("weight", ctypes.c_void_p), ("size", ctypes.c_int64), ("epsilon", ctypes.c_float))
-
-    @classmethod
-    def of(cls, norm: Norm | None) -> _CNorm:
-        return cls() if norm is None else cls(norm.weight.data_ptr(), len(norm.weight), norm.epsilon)
-
-
-_NORMS = ("before_attention", "of_queries", "of_keys", "after_attention", "before_mlp", "after_mlp")
-LinearName = Literal["qkv", "output", "gate", "up", "down"]
-_WEIGHTS: tuple[LinearName, ...] = get_args(LinearName)
-_SIZES = ("num_heads", "num_kv_heads", "head_dim", "rotary_dim")
-
-
-class _CLayer(ctypes.Structure):
-    _fields_ = (
-        *((name, _CNorm) for name in _NORMS),
-        *((name, CWeight) for name in _WEIGHTS),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("activation", ctypes.c_int),
-        ("attention", CAttention),
-        ("kind", ctypes.c_int64),
-    )
-
-
-class _CStep(ctypes.Structure):
-    _fields_ = (
-        ("num_tokens", ctypes.c_int64),
-        ("batches", ctypes.POINTER(ctypes.POINTER(CAttentionBatch))),
-        ("slots", ctypes.POINTER(ctypes.c_void_p)),
-        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "normed", "qkv", "attended", "gated")),
-        ("lora", ctypes.POINTER(CLoraBatch)),
-    )
 
 
 class AttentionKind(NamedTuple):
@@ -189,37 +87,20 @@ class DecoderLayers:
         if found is None:
             raise RuntimeError(f"there are no decoder layers for {layers[0].dtype} on this CPU")
         for parts in layers:
-            _check(parts, layers[0])
+            check_parts(parts, layers[0])
         self.layers = list(layers)
         self._scratch = scratch
         self._library = found
         self.kinds: list[AttentionKind] = []
         self._sinks = [None if parts.sinks is None else parts.sinks.float().contiguous() for parts in layers]
-        self._on_c_side = (_CLayer * len(layers))(
-            *(
-                _CLayer(
-                    *(_CNorm.of(getattr(parts, name)) for name in _NORMS),
-                    *(getattr(parts, name).on_c_side for name in _WEIGHTS),
-                    *(getattr(parts, name) for name in _SIZES),
-                    parts.activation,
-                    CAttention(
-                        query_token_stride=parts.qkv.out_features,
-                        query_head_stride=parts.head_dim,
-                        scaling=parts.scaling,
-                        softcap=parts.softcap or 0.0,
-                        sinks=None if sinks is None else sinks.data_ptr(),
-                    ),
-                )
-                for parts, sinks in zip(layers, self._sinks, strict=True)
-            )
-        )
+        self._on_c_side = (CLayer * len(layers))(*map(CLayer.of, layers, self._sinks))
         self._caches: list[LayerCache] = []
         self._block_size = 0
         self.num_adapter_slots = num_adapter_slots
         self._adapters = [
-            {name: _adapter_slots(getattr(parts, name), num_adapter_slots) for name in _WEIGHTS} for parts in layers
+            {name: _adapter_slots(getattr(parts, name), num_adapter_slots) for name in LINEAR_NAMES} for parts in layers
         ]
-        self._shrunk_sizes = dict.fromkeys(_WEIGHTS, 0)
+        self._shrunk_sizes = dict.fromkeys(LINEAR_NAMES, 0)
         if num_adapter_slots:
             for layer, of_layer in zip(self._on_c_side, self._adapters, strict=True):
                 for name, adapters in of_layer.items():
@@ -341,7 +222,7 @@ class DecoderLayers:
         )
         return y
 
-    def _step(self, x: torch.Tensor, angles: Angles | None, lora: LoraBatch | None) -> _CStep:
+    def _step(self, x: torch.Tensor, angles: Angles | None, lora: LoraBatch | None) -> CStep:
         parts = self.layers[0]
         if x.dtype is not parts.dtype or x.shape[1:] != (parts.hidden_size,) or not x.is_contiguous() or not x.is_cpu:
             raise ValueError(f"layers of {parts.dtype} do not take {x.dtype} {list(x.shape)} on {x.device}")
@@ -353,10 +234,10 @@ class DecoderLayers:
             step.cosines, step.sines = (values.data_ptr() for values in self._scratch.floats(angles))
         return step
 
-    def _new_step(self, num_tokens: int, lora: LoraBatch | None) -> _CStep:
+    def _new_step(self, num_tokens: int, lora: LoraBatch | None) -> CStep:
         sizes = self.layers[0].scratch_sizes
         memory = (self._taken(name, num_tokens, size).data_ptr() for name, size in sizes)
-        step = _CStep(num_tokens, None, None, None, None, *memory)
+        step = CStep(num_tokens, None, None, None, None, *memory)
         if lora is not None:
             if len(lora.slots) != num_tokens or max(lora.slots_in_use, default=-1) >= self.num_adapter_slots:
                 raise ValueError(
@@ -373,34 +254,3 @@ class DecoderLayers:
 
 def _adapter_slots(weight: PackedWeight, num_slots: int) -> LoraSlots:
     return LoraSlots(num_slots, weight.in_features, weight.out_features, weight.dtype)
-
-
-def _check(parts: LayerParts, first: LayerParts) -> None:
-    heads = parts.num_heads * parts.head_dim
-    kv_heads = parts.num_kv_heads * parts.head_dim
-    hidden, intermediate = parts.hidden_size, parts.up.out_features
-    shapes = {
-        "qkv": (hidden, heads + 2 * kv_heads),
-        "output": (heads, hidden),
-        "gate": (hidden, intermediate),
-        "up": (hidden, intermediate),
-        "down": (intermediate, hidden),
-    }
-    for name, shape in shapes.items():
-        weight = getattr(parts, name)
-        if (weight.in_features, weight.out_features) != shape or weight.dtype != parts.dtype:
-            raise ValueError(f"{name} is {weight.out_features} by {weight.in_features} of {weight.dtype}")
-    sizes = dict.fromkeys(_NORMS, (hidden,)) | {
-        "of_queries": (parts.head_dim, heads),
-        "of_keys": (parts.head_dim, kv_heads),
-    }
-    for name, allowed in sizes.items():
-        norm = getattr(parts, name)
-        if norm is not None and (len(norm.weight) not in allowed or norm.weight.dtype != torch.float32):
-            raise ValueError(f"{name} is of {len(norm.weight)} values of {norm.weight.dtype}")
-    if parts.num_heads % parts.num_kv_heads or parts.head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"attention does not take {parts.heads}")
-    if parts.rotary_dim > parts.head_dim or parts.rotary_dim % 2:
-        raise ValueError(f"there is no rotation of {parts.rotary_dim} values in {parts.heads}")
-    if (parts.dtype, parts.scratch_sizes, parts.rotary_dim) != (first.dtype, first.scratch_sizes, first.rotary_dim):
-        raise ValueError("layers of different sizes or rotations do not follow each other")

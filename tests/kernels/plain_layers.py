@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from kernels.attention_batch import AttentionBatch, plan_batch
 from kernels.attention_metadata import AttentionMetadata
-from kernels.decoder_layers import Angles, AttentionKind, DecoderLayers, LayerParts, LayerScratch, Norm
+from kernels.decoder_layers import Angles, AttentionKind, DecoderLayers, LayerScratch
 from kernels.kv_cache import LayerCache
+from kernels.layer_parts import NORM_NAMES, LayerParts, Norm
 from kernels.linear import Activation, pack_weight
 
 from .paged_batch import PagedBatch, make_batch
@@ -27,7 +28,6 @@ FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.RELU: F.relu,
 }
-NORMS = ("before_attention", "of_queries", "of_keys", "after_attention", "before_mlp", "after_mlp")
 COMMON = ("before_attention", "before_mlp")
 
 
@@ -87,7 +87,7 @@ class Plain:
     def parts(self) -> LayerParts:
         kind = self.kind
         return LayerParts(
-            **{name: self.norms.get(name) for name in NORMS},
+            **{name: self.norms.get(name) for name in NORM_NAMES},
             **{name: pack_weight(weight, self.biases.get(name)) for name, weight in self.weights.items()},
             num_heads=kind.num_heads,
             num_kv_heads=kind.num_kv_heads,

@@ -18,8 +18,9 @@ from kernels import attention_batch, decoder_layers, write_kv
 from kernels.attention import attention
 from kernels.attention_batch import plan_batch
 from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
-from kernels.decoder_layers import DecoderLayers, LayerScratch, Norm
+from kernels.decoder_layers import DecoderLayers, LayerScratch
 from kernels.kv_cache import LayerCache
+from kernels.layer_parts import Norm
 from kernels.linear import pack_weight
 from kernels.quantize_kv import LARGEST, KVScales, quantize
 from kernels.slot_mapping import SlotMapping

@@ -13,7 +13,8 @@ import torch
 from kernels import attention as attention_kernel
 from kernels import attention_batch, decoder_layers, lora_in_c
 from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
-from kernels.decoder_layers import DecoderLayers, LayerScratch, LinearName
+from kernels.decoder_layers import DecoderLayers, LayerScratch
+from kernels.layer_parts import LINEAR_NAMES, LinearName
 from kernels.linear import pack_quantized
 from kernels.lora import LoraPart
 from kernels.lora_batch import LoraBatch, lora_batch
@@ -37,7 +38,6 @@ from .plain_layers import (
 from .tensors import fresh
 
 NONE = -1
-ALL: tuple[LinearName, ...] = ("qkv", "output", "gate", "up", "down")
 # By adapter, and in it by linear layer (or slice of it): its rank. The last slot is empty.
 ADAPTERS: list[dict[str, int]] = [
     {"query": 16, "key": 16, "value": 16, "output": 16, "gate": 16, "up": 16, "down": 16},
@@ -97,7 +97,7 @@ def adapted(plain: list[Plain], dtype: torch.dtype, max_tokens: int = 300) -> Ad
     merged = [[replace(layer, weights=dict(layer.weights)) for layer in plain] for _ in range(EMPTY + 1)]
     for slot, ranks in enumerate(ADAPTERS):
         for index, layer in enumerate(plain):
-            for name in ALL:
+            for name in LINEAR_NAMES:
                 sizes, in_features = slices_of(layer.kind, name), layer.weights[name].shape[1]
                 parts: list[LoraPart | None] = []
                 for each, size in sizes.items():
@@ -213,7 +213,7 @@ def test_a_slot_has_what_was_placed_last(dtype: torch.dtype) -> None:
     again = step.copy()
     expected = layers.output(step, batch_of([NONE, 1, NONE, 1], LENGTHS))
     for index in range(len(layers.plain)):
-        for name in ALL:
+        for name in LINEAR_NAMES:
             layers.computing.place(0, index, name, None)
     actual = layers.output(again, batch_of([0, 1, 0, 1], LENGTHS))
     assert torch.equal(actual, expected)

@@ -22,8 +22,9 @@ from engine_core.model.lora.adapter_rooms import OutputSlice, PointerRoom
 from engine_core.model.lora.adapter_rows import LayerAdapters
 from engine_core.model.probe import Probe
 from kernels.attention import MAX_HEAD_DIM
-from kernels.decoder_layers import Angles, DecoderLayers, LayerParts, LayerScratch, LinearName, Norm, is_available
+from kernels.decoder_layers import Angles, DecoderLayers, LayerScratch, is_available
 from kernels.dispatch import uses_triton
+from kernels.layer_parts import LayerParts, LinearName, Norm
 from kernels.linear import Activation, PackedWeight, pack_quantized, pack_weight
 from kernels.lora_batch import LoraBatch
 from kernels.lora_in_c import PackedLora
