@@ -14,7 +14,7 @@ if not IS_INTERPRETED:
     pytest.skip("Triton is not installed, or TRITON_INTERPRET is 0", allow_module_level=True)
 
 from tests.kernels import faster_interpreter
-from tests.kernels.tensors import fresh, poisoned
+from tests.kernels.tensors import fresh, poisoned, strided
 
 __all__ = ["DTYPES", "UNIT", "assert_close", "fresh", "poisoned", "strided"]
 
@@ -23,14 +23,6 @@ faster_interpreter.install()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # One unit in the last place of a result that was rounded, or truncated as the interpreter does with bfloat16.
 UNIT = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-
-
-def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values in a tensor that is contiguous in its last dimension only, with NaN in between."""
-    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 3), float("nan"), dtype=x.dtype)
-    view = wide[..., 1 : 1 + x.shape[-1]]
-    view.copy_(x)
-    return view
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, units: float = 2.0) -> None:

@@ -16,3 +16,11 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.full(shape, float("nan"), dtype=dtype)
     return torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values in a tensor that is contiguous in its last dimension only, with NaN in between."""
+    wide = poisoned(*x.shape[:-1], 2 * x.shape[-1] + 3, dtype=x.dtype)
+    view = wide[..., 1 : 1 + x.shape[-1]]
+    view.copy_(x)
+    return view

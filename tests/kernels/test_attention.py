@@ -6,7 +6,6 @@ How it takes its place in `paged_attention` is in `test_paged_attention.py`.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,36 +16,17 @@ from kernels import attention as kernel
 from kernels import attention_batch
 from kernels.attention import attention, takes
 from kernels.attention_tiles import LayerHeads
-from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 from kernels.quantize_kv import LARGEST
 
+from .libraries import each_library
 from .paged_batch import PagedBatch, make_batch, quantized
 
 # Of what is added up, absolutely: weights and the output are rounded, each by half of it; and what float32 loses.
 UNITS = {torch.bfloat16: 2.0**-7 + 2.0**-14, torch.float32: 1e-5}
 SPLIT_AMONG = 64
 
-
-@pytest.fixture(params=[(name, dtype) for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES], ids=str, autouse=True)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    instruction_set, dtype = request.param
-    found = load(instruction_set, dtype)
-    if found is None:
-        pytest.skip("not built, or not for this CPU")
-    for module in (kernel, attention_batch):
-        monkeypatch.setattr(module, "library", {dtype: found}.get)
-    return dtype
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
-    random.seed(0)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
+dtype = each_library(kernel, attention_batch)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def planned(case: PagedBatch, window: int | None = None, threads: int = 2) -> attention_batch.AttentionBatch:

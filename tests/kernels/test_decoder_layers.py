@@ -5,8 +5,6 @@ Which layers of a model they take the place of is `tests/model/test_fused_layers
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +15,6 @@ from kernels import attention as attention_kernel
 from kernels import attention_batch, decoder_layers, write_kv
 from kernels.attention import attention
 from kernels.attention_batch import plan_batch
-from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 from kernels.decoder_layers import DecoderLayers, LayerScratch
 from kernels.kv_cache import LayerCache
 from kernels.layer_parts import Norm
@@ -25,6 +22,7 @@ from kernels.linear import pack_weight
 from kernels.quantize_kv import LARGEST, KVScales, quantize
 from kernels.slot_mapping import SlotMapping
 
+from .libraries import each_library
 from .paged_batch import make_batch
 from .plain_layers import (
     KINDS,
@@ -41,27 +39,8 @@ from .plain_layers import (
 )
 from .tensors import fresh
 
-
-@pytest.fixture(params=[(name, dtype) for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES], ids=str, autouse=True)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    instruction_set, dtype = request.param
-    found = load(instruction_set, dtype)
-    if found is None:
-        pytest.skip("not built, or not for this CPU")
-    for module in (decoder_layers, attention_kernel, attention_batch):
-        monkeypatch.setattr(module, "library", {dtype: found}.get)
-    return dtype
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
-    random.seed(0)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
+dtype = each_library(decoder_layers, attention_kernel, attention_batch)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 
 from kernels import attention as attention_kernel
 from kernels import attention_batch, decoder_layers, lora_in_c
-from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 from kernels.decoder_layers import DecoderLayers, LayerScratch
 from kernels.layer_parts import LINEAR_NAMES, LinearName
 from kernels.linear import pack_quantized
@@ -21,6 +19,7 @@ from kernels.lora_batch import LoraBatch, lora_batch
 from kernels.lora_in_c import pack_lora
 from kernels.quantize import quantize_int4, quantize_int8
 
+from .libraries import each_library
 from .plain_layers import (
     KINDS,
     LENGTHS,
@@ -47,27 +46,8 @@ ADAPTERS: list[dict[str, int]] = [
 ]
 EMPTY = len(ADAPTERS)
 
-
-@pytest.fixture(params=[(name, dtype) for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES], ids=str, autouse=True)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    instruction_set, dtype = request.param
-    found = load(instruction_set, dtype)
-    if found is None:
-        pytest.skip("not built, or not for this CPU")
-    for module in (decoder_layers, attention_kernel, attention_batch, lora_in_c):
-        monkeypatch.setattr(module, "library", {dtype: found}.get)
-    return dtype
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
-    random.seed(0)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
+dtype = each_library(decoder_layers, attention_kernel, attention_batch, lora_in_c)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def slices_of(kind: Kind, name: LinearName) -> dict[str, int]:

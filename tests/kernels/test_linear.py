@@ -6,36 +6,17 @@ How it takes its place in a model, and what computes where it is missing, is `te
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from kernels import linear as linear_kernel
-from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, library, load
 from kernels.linear import linear, pack_weight, rows_of
 
-needs_kernel = pytest.mark.skipif(library(torch.float32) is None, reason="no compiler")
+from .libraries import each_library
 
-
-@pytest.fixture(params=[(name, dtype) for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES], ids=str, autouse=True)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Every library that this CPU can use is tested, not only the one it would choose."""
-    instruction_set, dtype = request.param
-    library = load(instruction_set, dtype)
-    if library is None:
-        pytest.skip("not built, or not for this CPU")
-    monkeypatch.setattr(linear_kernel, "library", {dtype: library}.get)
-    return dtype
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
+dtype = each_library(linear_kernel)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
@@ -44,7 +25,6 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
     assert ((actual.double() - exact).abs() <= exact.abs() * torch.finfo(actual.dtype).eps / 2 + 1e-4).all()
 
 
-@needs_kernel
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features", [1, 31, 32, 33, 64, 100])
 @pytest.mark.parametrize("in_features", [1, 2, 7, 64, 333])
@@ -60,7 +40,6 @@ def test_sizes_need_not_be_multiples_of_anything(
         assert_rounded_once(linear(x, packed), exact)
 
 
-@needs_kernel
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_a_row_is_the_same_in_any_batch_and_any_number_of_threads(dtype: torch.dtype, num_threads: int) -> None:
     x, packed = torch.randn(150, 576, dtype=dtype), pack_weight(torch.randn(200, 576, dtype=dtype))
@@ -71,20 +50,17 @@ def test_a_row_is_the_same_in_any_batch_and_any_number_of_threads(dtype: torch.d
         assert torch.equal(linear(x[:num_rows], packed), alone[:num_rows])
 
 
-@needs_kernel
 def test_inputs_need_not_be_contiguous_nor_two_dimensional(dtype: torch.dtype) -> None:
     weight = torch.randn(48, 32, dtype=dtype)
     x = torch.randn(2, 9, 96, dtype=dtype)[:, ::2, 24:56]
     assert_rounded_once(linear(x, pack_weight(weight)), x.double() @ weight.double().T)
 
 
-@needs_kernel
 def test_weights_need_not_be_contiguous(dtype: torch.dtype) -> None:
     weight, x = torch.randn(32, 48, dtype=dtype).T, torch.randn(3, 32, dtype=dtype)
     assert_rounded_once(linear(x, pack_weight(weight)), x.double() @ weight.double().T)
 
 
-@needs_kernel
 def test_nothing_is_written_beside_the_output(dtype: torch.dtype) -> None:
     """The panel's other outputs would lie in the next row, and beyond the last one."""
     packed, x = pack_weight(torch.randn(33, 8, dtype=dtype)), torch.randn(11, 8, dtype=dtype)
@@ -95,7 +71,6 @@ def test_nothing_is_written_beside_the_output(dtype: torch.dtype) -> None:
     assert (y[[0, 12]] == 7).all()
 
 
-@needs_kernel
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (33, 8), (64, 7)])
 def test_rows_are_found_in_a_packed_weight(dtype: torch.dtype, out_features: int, in_features: int) -> None:
     weight = torch.randn(out_features, in_features, dtype=dtype)
@@ -105,7 +80,6 @@ def test_rows_are_found_in_a_packed_weight(dtype: torch.dtype, out_features: int
         rows_of(pack_weight(weight), torch.tensor([64]))
 
 
-@needs_kernel
 def test_what_is_not_a_number_stays_in_its_row(dtype: torch.dtype) -> None:
     packed, x = pack_weight(torch.randn(40, 16, dtype=dtype)), torch.randn(12, 16, dtype=dtype)
     expected = linear(x, packed)
@@ -116,7 +90,6 @@ def test_what_is_not_a_number_stays_in_its_row(dtype: torch.dtype) -> None:
     assert torch.equal(y, expected)
 
 
-@needs_kernel
 def test_what_the_kernel_cannot_read_is_refused(dtype: torch.dtype) -> None:
     packed, name = pack_weight(torch.randn(4, 16, dtype=dtype)), str(dtype).removeprefix("torch.")
     for x, got in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kernels import lora_in_c
-from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 from kernels.lora import LoraPart, add_lora
 from kernels.lora_batch import LoraBatch, lora_batch
 from kernels.lora_in_c import LoraSlots, PackedLora, pack_lora
 
-from .tensors import fresh
+from .libraries import each_library
+from .tensors import fresh, poisoned
 
 CPU = torch.device("cpu")
 NONE = -1
@@ -25,25 +25,8 @@ RANKS = [[5, 5, 5], [1, 0, 4], [70, 64, 33], [0, 16, 0]]
 EMPTY = len(RANKS)
 Parts = Sequence[LoraPart | None]
 
-
-@pytest.fixture(params=[(name, dtype) for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES], ids=str, autouse=True)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    instruction_set, dtype = request.param
-    found = load(instruction_set, dtype)
-    if found is None:
-        pytest.skip("not built, or not for this CPU")
-    monkeypatch.setattr(lora_in_c, "library", {dtype: found}.get)
-    return dtype
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
+dtype = each_library(lora_in_c)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def make_part(in_features: int, size: int, rank: int, dtype: torch.dtype) -> LoraPart | None:
@@ -134,7 +117,7 @@ def test_rows_need_not_follow_one_another(dtype: torch.dtype) -> None:
     """And nothing is written beside them."""
     slots = BATCHES["a prefill and decodes"]
     adapters, room = make_adapters(50, dtype)
-    wide_x, wide = (torch.full((len(slots), 100), float("nan"), dtype=dtype) for _ in range(2))
+    wide_x, wide = (poisoned(len(slots), 100, dtype=dtype) for _ in range(2))
     x, output = wide_x[:, 3:53], wide[:, 7:94]
     x.copy_(fresh(len(slots), 50)), output.copy_(fresh(len(slots), 87))
     before = output.clone()

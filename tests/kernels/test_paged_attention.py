@@ -20,6 +20,7 @@ from kernels.paged_attention import paged_attention
 from kernels.write_kv import write_kv
 
 from .reference import reference_attention
+from .tensors import poisoned
 
 BLOCK_SIZE = 16
 HEAD_DIM = 32
@@ -95,8 +96,7 @@ def make_case(
         return torch.randn(*shape, generator=generator).to(dtype)
 
     cache_shape = (num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
-    key_cache = torch.full(cache_shape, float("nan"), dtype=dtype)
-    value_cache = torch.full(cache_shape, float("nan"), dtype=dtype)
+    key_cache, value_cache = (poisoned(*cache_shape, dtype=dtype) for _ in range(2))
     slots: list[int] = []
     for table, query_len, seq_len in zip(block_tables, query_lens, seq_lens, strict=True):
         for position in range(seq_len):

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels import linear as linear_kernel
-from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, library, load
 from kernels.linear import linear, pack_quantized
 from kernels.quantize import QuantizedWeight, quantize_int4, quantize_int8
 
+from .libraries import each_library
+
 Quantize = Callable[[torch.Tensor], QuantizedWeight]
 
-needs_kernel = pytest.mark.skipif(library(torch.float32) is None, reason="no compiler")
 both_formats = pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
 
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(params=[(name, dtype) for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES], ids=str)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Every library that this CPU can use is tested, not only the one it would choose."""
-    instruction_set, dtype = request.param
-    library = load(instruction_set, dtype)
-    if library is None:
-        pytest.skip("not built, or not for this CPU")
-    monkeypatch.setattr(linear_kernel, "library", {dtype: library}.get)
-    return dtype
+dtype = each_library(linear_kernel, autouse=False)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 # Rounding
@@ -81,7 +64,6 @@ def test_an_output_does_not_depend_on_the_others(quantize: Quantize) -> None:
 # The kernel
 
 
-@needs_kernel
 @both_formats
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features", [1, 33, 64])
@@ -100,7 +82,6 @@ def test_the_kernel_computes_with_what_the_codes_stand_for(
         assert ((actual.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 + 1e-4).all()
 
 
-@needs_kernel
 @both_formats
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_row_is_the_same_alone_and_in_any_batch(dtype: torch.dtype, num_threads: int, quantize: Quantize) -> None:
@@ -113,7 +94,6 @@ def test_a_row_is_the_same_alone_and_in_any_batch(dtype: torch.dtype, num_thread
         assert torch.equal(linear(x[:num_rows], packed), alone[:num_rows])
 
 
-@needs_kernel
 @both_formats
 def test_every_code_means_its_number(dtype: torch.dtype, quantize: Quantize) -> None:
     """One input at a time is 1, so that a sum is one weight; all codes there are occur in every place of a group."""
@@ -125,7 +105,6 @@ def test_every_code_means_its_number(dtype: torch.dtype, quantize: Quantize) -> 
     assert torch.equal(y, weight.dequantized(dtype).T.to(dtype))
 
 
-@needs_kernel
 def test_a_quantized_weight_takes_half_or_a_third_of_the_room() -> None:
     weight = torch.randn(64, 256)
     half, third = (pack_quantized(quantize(weight), torch.bfloat16) for quantize in (quantize_int8, quantize_int4))

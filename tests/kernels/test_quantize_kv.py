@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from kernels import attention as kernel
-from kernels import attention_batch, write_kv
+from kernels import attention_batch, dispatch, write_kv
 from kernels.attention_tiles import LayerHeads
-from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 from kernels.quantize_kv import LARGEST, KVScales, dequantize, quantize
 from kernels.slot_mapping import SlotMapping
 
+from .libraries import each_library
 from .paged_batch import make_batch
 from .tensors import fresh
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
-LIBRARIES = [pytest.param((name, dtype), id=f"{name}-{dtype}") for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES]
 
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    instruction_set, dtype = request.param
-    found = load(instruction_set, dtype)
-    if found is None:
-        pytest.skip("not built, or not for this CPU")
-    for module in (kernel, attention_batch):
-        monkeypatch.setattr(module, "library", {dtype: found}.get)
-    monkeypatch.setattr(write_kv, "library_for", lambda tensor: {dtype: found}[tensor.dtype])
-    return dtype
+dtype = each_library(dispatch, kernel, attention_batch, autouse=False)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def numbers(kv_dtype: torch.dtype) -> torch.Tensor:
@@ -94,7 +75,6 @@ def hard_tokens(dtype: torch.dtype, head_dim: int) -> torch.Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", LIBRARIES, indirect=True)
 @pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
 @pytest.mark.parametrize("head_dims", [(64, 64), (33, 7), (1, 128)], ids=str)
 def test_c_writes_the_same_bits(dtype: torch.dtype, kv_dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
@@ -118,7 +98,6 @@ def test_c_writes_the_same_bits(dtype: torch.dtype, kv_dtype: torch.dtype, head_
     assert torch.equal(written, slots[slots >= 0].sort().values)
 
 
-@pytest.mark.parametrize("dtype", LIBRARIES, indirect=True)
 @pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
 @pytest.mark.parametrize("value_dim", [256, 250])
 def test_c_reads_every_code(dtype: torch.dtype, kv_dtype: torch.dtype, value_dim: int) -> None:
@@ -137,7 +116,6 @@ def test_c_reads_every_code(dtype: torch.dtype, kv_dtype: torch.dtype, value_dim
     assert torch.equal(output[0, 0].float(), values[block, 0, 0].float() * 0.5)
 
 
-@pytest.mark.parametrize("dtype", LIBRARIES, indirect=True)
 @pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
 def test_a_slot_depends_on_its_own_token_alone(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     key, value = fresh(40, 3, 64, dtype=dtype), fresh(40, 3, 64, dtype=dtype)

@@ -4,49 +4,26 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from kernels import dispatch, sampling_in_c
-from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 from kernels.dispatch import computed_by, library_for
 from kernels.gumbel import gumbel_noise
 from kernels.restrict import Kept, Restrictions, restrict
 from kernels.sample_tokens import Randomness, sample_tokens
 
+from .libraries import each_library
+from .tensors import strided
+
 # One token, a vector more or less than whole, a chunk more or less, and several.
 VOCAB_SIZES = [1, 2, 7, 65, 1025, 8191, 8192, 8193, 20_011]
 ROWS = 9
 
-
-@pytest.fixture(params=[(name, dtype) for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES], ids=str, autouse=True)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Every library that this CPU can use is tested, not only the one it would choose."""
-    instruction_set, dtype = request.param
-    library = load(instruction_set, dtype)
-    if library is None:
-        pytest.skip("not built, or not for this CPU")
-    monkeypatch.setattr(dispatch, "library", {dtype: library}.get)
-    return dtype
-
-
-@pytest.fixture(autouse=True)
-def fresh_numbers() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.manual_seed(0)
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
-
-
-def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values with NaN before and behind each row."""
-    wide = torch.full((len(x), x.shape[1] + 5), float("nan"), dtype=x.dtype)
-    view = wide[:, 2:-3]
-    view.copy_(x)
-    return view
+dtype = each_library(dispatch)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def random_rows(vocab_size: int, dtype: torch.dtype, scale: float = 3.0) -> torch.Tensor:

@@ -6,21 +6,14 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.compiled import ELEMENT_TYPES, INSTRUCTION_SETS, load
 from kernels.dispatch import computed_by
 from kernels.token_logprobs import TokenLogprobs, reference, token_logprobs
 
+from .libraries import each_library
+from .tensors import strided
 
-@pytest.fixture(params=[(name, dtype) for name in INSTRUCTION_SETS for dtype in ELEMENT_TYPES], ids=str, autouse=True)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Every library that this CPU can use is tested, not only the one it would choose."""
-    instruction_set, dtype = request.param
-    library = load(instruction_set, dtype)
-    if library is None:
-        pytest.skip("not built, or not for this CPU")
-    monkeypatch.setattr(dispatch, "library", {dtype: library}.get)
-    torch.manual_seed(0)
-    return dtype
+dtype = each_library(dispatch)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def assert_as_torch(logits: torch.Tensor, token_ids: torch.Tensor, num_top_tokens: int) -> TokenLogprobs:
@@ -38,8 +31,6 @@ def assert_as_torch(logits: torch.Tensor, token_ids: torch.Tensor, num_top_token
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 16, 47, 1023, 1024, 1025, 9001])
 def test_they_are_those_of_torch(dtype: torch.dtype, vocab_size: int) -> None:
-    wide = torch.full((6, vocab_size + 3), float("nan"), dtype=dtype)
-    logits = wide[:, 1 : vocab_size + 1]
     token_ids = torch.randint(vocab_size, (6,))
     for values in (
         torch.randn(6, vocab_size) * 4,
@@ -48,7 +39,7 @@ def test_they_are_those_of_torch(dtype: torch.dtype, vocab_size: int) -> None:
         torch.randn(6, vocab_size) * 1e4,
         torch.randn(6, vocab_size).sort(dim=-1).values,  # each likelier than all before it
     ):
-        logits.copy_(values)
+        logits = strided(values.to(dtype))
         logits[torch.arange(6), torch.randint(vocab_size, (6,))] = 5
         for num_top_tokens in (0, 1, 5, 20, 64, 65):
             assert_as_torch(logits, token_ids, num_top_tokens)
