@@ -8,9 +8,7 @@ from .request import Request
 
 
 class UnfinishedRequests(Mapping[str, Request]):
-    """By `Request.request_id`, in the order in which they came. Every operation is O(continuations of
-    one request).
-    """
+    """By `Request.request_id`, in the order in which they came. Every operation is O(siblings)."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Request] = {}
