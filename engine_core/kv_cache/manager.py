@@ -194,6 +194,7 @@ class KVCacheManager:
         self._shortage.end()
         self.pool.touch([*touched, *sources])
         table = self.tables[request.request_id] = BlockTable(request, hit.nodes, hit.blocks, hit.is_stale)
+        table.is_registrable &= self.enable_caching
         new_blocks = self._extend(table, num_needed, num_tokens)
         if hit.tail is not None:
             self._partial.begin_copies(request, hit.tail, table.at(hit.num_whole_blocks))
@@ -216,7 +217,8 @@ class KVCacheManager:
             share = num_needed // len(self.windows)
             for group in range(len(self.windows)):
                 table.extend(group, new_blocks[group * share : (group + 1) * share])
-        if self.enable_caching:
+        # A decode fills no block in most of its steps.
+        if num_tokens // self.block_size > len(table.nodes):
             self._registrations.register(table, num_tokens)
         return new_blocks
 
@@ -236,8 +238,7 @@ class KVCacheManager:
 
     def register_known(self, request: Request) -> None:
         """Steps that have run or are running compute all tokens of the request: register the blocks they fill."""
-        if self.enable_caching:
-            self._registrations.register(self.tables[request.request_id], request.num_tokens)
+        self._registrations.register(self.tables[request.request_id], request.num_tokens)
 
     def commit_step(self) -> None:
         """The step has run: what it registered holds, and what was to be copied is."""
@@ -264,7 +265,7 @@ class KVCacheManager:
         table = self.tables.get(request.request_id)
         if table is None:
             return
-        if self.enable_caching and self.match_unit == "token":
+        if self.match_unit == "token":
             self._partial.keep(table)
         del self.tables[request.request_id]
         self._partial.withdraw(request.request_id)
