@@ -97,10 +97,16 @@ def add_lora(output: torch.Tensor, x: torch.Tensor, weights: LoraWeights | LoraS
     `[num_tokens, in_features]`, which is of the weights' type. Rows of tokens without an adapter keep their bits.
 
     Only the last dimensions need to be contiguous. `LoraSlots` are computed in C, see `LoraSlots.add`.
+
+    Raises:
+        ValueError: they are not.
     """
     if isinstance(weights, LoraSlots):
         weights.add(output, x, batch)
         return
+    for name, tensor in (("output", output), ("x", x)):
+        if tensor.stride(-1) != 1 < tensor.shape[-1]:
+            raise ValueError(f"{name}: expected contiguous rows, got strides {tensor.stride()}")
     compute = _launch if uses_triton(x) else reference
     compute(output, x, weights, batch)
 

@@ -202,3 +202,13 @@ def test_weights_that_do_not_fit_together_are_refused() -> None:
         replace(good, ranks=good.ranks[:3])
     with pytest.raises(ValueError, match=r"b: torch\.float16, but a is torch\.float32"):
         replace(good, b=good.b.half())
+
+
+@pytest.mark.parametrize("name", ["output", "x"])
+def test_rows_that_lie_in_pieces_are_refused(name: str) -> None:
+    """A kernel would read what is between them."""
+    weights = adapter_weights((42,), 50, 8, torch.float32, [[8], [0], [0], [0]])
+    tensors = {"output": fresh(5, 42, dtype=torch.float32), "x": fresh(5, 50, dtype=torch.float32)}
+    tensors[name] = tensors[name].T.contiguous().T
+    with pytest.raises(ValueError, match=rf"{name}: expected contiguous rows, got strides \(1, 5\)"):
+        add_lora(tensors["output"], tensors["x"], weights, lora_batch(np.zeros(5, dtype=np.int64), CPU))

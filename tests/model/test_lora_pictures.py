@@ -24,6 +24,8 @@ _DECODER = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
 _TOWERS = {
     "llava": r".*(vision_tower|multi_modal_projector).*(q_proj|out_proj|fc1|fc2|linear_1|linear_2)",
     "qwen3_vl": r".*visual.*(qkv|attn\.proj|linear_fc1|linear_fc2)",
+    # Its tower hands rows on that lie in memory column by column.
+    "llava_onevision": r".*(vision_tower|multi_modal_projector).*(q_proj|out_proj|fc1|fc2|linear_1|linear_2)",
     "gemma3": r".*vision_tower.*(q_proj|k_proj|out_proj|fc1)",
 }
 

@@ -30,8 +30,8 @@ class LoraLinear(nn.Module):
         batch = self._rows.batch(self._kind, num_rows, x.device)
         if batch is None:
             return y
-        flat = y.reshape(num_rows, y.shape[-1])
-        add_lora(flat, x.reshape(num_rows, x.shape[-1]), self._weights, batch)
+        flat = _rows_of(y, num_rows)
+        add_lora(flat, _rows_of(x, num_rows), self._weights, batch)
         return flat.view(y.shape)
 
     def __getattr__(self, name: str) -> Any:
@@ -40,3 +40,12 @@ class LoraLinear(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("base"), name)
+
+
+def _rows_of(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`[num_rows, num_features]`, each row in one piece, as kernels read them; a copy where `x` is not stored so.
+
+    Towers that begin with a convolution hand rows on that lie in memory column by column.
+    """
+    rows = x.reshape(num_rows, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
