@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from queue import Full, Queue
@@ -30,9 +31,10 @@ _MAX_REASON_CHARS = 500
 
 
 class AdapterCalls:
-    """Does what it is asked, in order, one call at a time, from `start` to `stop`.
+    """Does what it is asked from `start` to `stop`, one load at a time, and what is about the same name in order.
 
-    What a frontend names must lie below `lora_root` of the engine's configuration.
+    Unloading reads nothing, so it waits for no load of another name, whose disk may be slow. What a frontend names must
+    lie below `lora_root` of the engine's configuration.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -40,6 +42,9 @@ class AdapterCalls:
         root = engine.config.lora_root
         self._root = None if root is None else Path(root)
         self._calls: Queue[tuple[Call, Answer] | None] = Queue(_MAX_WAITING_CALLS)
+        self._counting = threading.Lock()
+        # How many calls about each name wait or are being done.
+        self._names: Counter[str] = Counter()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="adapter-calls", daemon=True)
 
@@ -52,9 +57,17 @@ class AdapterCalls:
 
     def ask(self, call: Call, answer: Answer) -> None:
         """`answer` takes the result, in any thread, and never waits, nor does this."""
+        with self._counting:
+            waits = isinstance(call, LoadAdapter) or call.name in self._names
+            if waits:
+                self._names[call.name] += 1
+        if not waits:
+            answer(self._result(call))
+            return
         try:
             self._calls.put_nowait((call, answer))
         except Full:
+            self._forget(call)
             reason = f"{_MAX_WAITING_CALLS} calls to load or unload an adapter wait already"
             answer(AdapterAnswer(call.call_id, error=RequestError("overloaded", reason)))
 
@@ -71,7 +84,15 @@ class AdapterCalls:
     def _run(self) -> None:
         while (asked := self._calls.get()) is not None and not self._stopping.is_set():
             call, answer = asked
-            answer(self._result(call))
+            result = self._result(call)
+            self._forget(call)
+            answer(result)
+
+    def _forget(self, call: Call) -> None:
+        with self._counting:
+            self._names[call.name] -= 1
+            if not self._names[call.name]:
+                del self._names[call.name]
 
     def _result(self, call: Call) -> AdapterAnswer:
         try:

@@ -203,6 +203,35 @@ def test_while_an_adapter_is_read_streams_run_and_heartbeats_come(endpoint: str,
         assert isinstance(answer, AdapterAnswer) and answer.adapter is not None
 
 
+def test_while_an_adapter_is_read_others_are_unloaded_and_its_own_name_keeps_its_order(
+    endpoint: str, join: Connect, root: Path
+):
+    runner = SlowToRead()
+    engine = make_engine(root, runner=runner)
+    runner.go_on.set()
+    engine.load_adapter("there", root / "w2")
+    runner.reading.clear()
+    runner.go_on.clear()
+    with running_server(endpoint, engine=engine):
+        frontend = join()
+        frontend.send(LoadAdapter(1, "a", "w1"))
+        assert runner.reading.wait(20)
+        frontend.send(UnloadAdapter(2, "a"))
+        for call_id, reason in ((3, None), (4, "unknown_adapter")):
+            frontend.send(UnloadAdapter(call_id, "there"))
+            answer = frontend.receive(AdapterAnswer)
+            assert isinstance(answer, AdapterAnswer) and answer.call_id == call_id
+            assert (answer.error and answer.error.reason) == reason
+        runner.go_on.set()
+        for call_id in (1, 2):
+            answer = frontend.receive(AdapterAnswer)
+            assert isinstance(answer, AdapterAnswer)
+            assert (answer.call_id, answer.error) == (call_id, None)
+        # Nothing is remembered of it.
+        assert unload(frontend, "a").error is not None
+        assert load(frontend, "a", "w1").adapter is not None
+
+
 def test_more_calls_than_may_wait_are_refused_as_overloaded(endpoint: str, join: Connect, root: Path):
     runner = SlowToRead()
     with running_server(endpoint, engine=make_engine(root, runner=runner, max_cpu_loras=1000)):

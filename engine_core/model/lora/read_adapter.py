@@ -73,9 +73,12 @@ def read_adapter_tensors(
 
 
 def _read_config(path: Path, root: Path | None) -> bytes:
+    data = b""
     with open_file(path, root, CONFIG_NAME) as descriptor:
         try:
-            data = os.pread(descriptor, _MAX_CONFIG_BYTES + 1, 0)
+            # Some file systems give less than there is.
+            while piece := os.pread(descriptor, _MAX_CONFIG_BYTES + 1 - len(data), len(data)):
+                data += piece
         except OSError as error:
             raise invalid_adapter(f"{CONFIG_NAME} cannot be read: {error.strerror}") from None
     if len(data) > _MAX_CONFIG_BYTES:

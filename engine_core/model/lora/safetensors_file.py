@@ -16,6 +16,8 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
+from engine_core.errors import AdapterError
+
 from .refusals import invalid_adapter, quoted
 
 # Room for some 25,000 tensors, and parsed in 20 ms, in which no other thread gets anywhere.
@@ -56,7 +58,7 @@ def read_header(descriptor: int, file_name: str) -> Mapping[str, StoredTensor]:
 
     Raises AdapterError unless the tensors, in float32, float16 or bfloat16, fill the file from end to end.
     """
-    size_bytes = os.fstat(descriptor).st_size
+    size_bytes = _size_bytes(descriptor, file_name)
     length_bytes = int.from_bytes(_read(descriptor, _LENGTH_BYTES, 0, file_name), "little")
     start_bytes = _LENGTH_BYTES + length_bytes
     if length_bytes > _MAX_HEADER_BYTES or start_bytes > size_bytes:
@@ -106,6 +108,13 @@ def _parse(header: bytes, file_name: str) -> dict[str, _Entry]:
         raise invalid_adapter(f"{file_name}: its header is not that of a safetensors file: {error}") from None
 
 
+def _size_bytes(descriptor: int, file_name: str) -> int:
+    try:
+        return os.fstat(descriptor).st_size
+    except OSError as error:
+        raise _unreadable(file_name, error) from None
+
+
 def _read(descriptor: int, num_bytes: int, at_bytes: int, file_name: str) -> bytes:
     buffer = bytearray(num_bytes)
     _read_into(descriptor, memoryview(buffer), at_bytes, file_name)
@@ -118,7 +127,12 @@ def _read_into(descriptor: int, buffer: Any, at_bytes: int, file_name: str) -> N
         try:
             count = os.preadv(descriptor, [buffer[done:]], at_bytes + done)
         except OSError as error:
-            raise invalid_adapter(f"{file_name} cannot be read: {error.strerror}") from None
+            raise _unreadable(file_name, error) from None
         if not count:
             raise invalid_adapter(f"{file_name} is cut off after {at_bytes + done:,} bytes")
         done += count
+
+
+def _unreadable(file_name: str, error: OSError) -> AdapterError:
+    """The disk has failed, or a server of files has lost it."""
+    return invalid_adapter(f"{file_name} cannot be read: {error.strerror}")
