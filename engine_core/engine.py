@@ -31,7 +31,7 @@ from .kv_cache.explain import explain_cache, probe_cache
 from .kv_events.describe import EventDescriber
 from .kv_events.recorder import KVEventRecorder
 from .lora.engine_adapters import EngineAdapters
-from .request import Request
+from .request import Request, RequestStatus
 from .runner import LaunchedStep, Runner, StepResult
 from .scheduler import Scheduler
 from .step import Step
@@ -378,6 +378,8 @@ class EngineCore:
             adapter_slots_in_use=slots.num_held,
             adapter_placements=slots.num_placements,
             adapter_slot_waits=scheduler.turns.num_waits,
+            running_adapters=scheduler.adapter_names(RequestStatus.RUNNING),
+            waiting_adapters=scheduler.adapter_names(RequestStatus.WAITING, RequestStatus.PREEMPTED),
             **dataclasses.asdict(scheduler.counters),
             **({} if self._features is None else self._features.stats()),
         )

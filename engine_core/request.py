@@ -159,6 +159,11 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def adapter_name(self) -> str:
+        """What its caller called `adapter`; empty without one."""
+        return "" if self.adapter is None else self.extra_key_spans[0].label
+
     def timing(self, now_s: float) -> RequestTiming:
         """Of a request that has a token."""
         assert self.admitted_s is not None and self.first_token_s is not None

@@ -110,6 +110,13 @@ class Scheduler:
             return True
         return self._optional_features is not None and self._optional_features.has_work_now()
 
+    def adapter_names(self, *statuses: RequestStatus) -> list[str]:
+        """By which requests of these statuses have asked for adapters, each once, sorted. Any thread may ask."""
+        if not self.slots.num_slots:
+            return []
+        requests = self.requests.as_they_are_now()
+        return sorted({request.adapter_name for request in requests if request.status in statuses} - {""})
+
     def add(self, request: Request) -> None:
         self.requests.add(request)
         self.waiting.add(request)

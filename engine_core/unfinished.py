@@ -24,6 +24,10 @@ class UnfinishedRequests(Mapping[str, Request]):
     def __len__(self) -> int:
         return len(self._by_id)
 
+    def as_they_are_now(self) -> list[Request]:
+        """A copy. Any thread may ask: none can interrupt it."""
+        return list(self._by_id.values())
+
     def add(self, request: Request) -> None:
         self._by_id[request.request_id] = request
         if request.sampling_params.n > 1:

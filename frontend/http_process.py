@@ -75,7 +75,12 @@ async def serve(
         token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(config.model_names, int(time.time()), client.adapters.by_name),
         metrics=Metrics(
-            client.engines, config.model_names[0], prompts.tokenization, None if pictures is None else pictures.stats
+            client.engines,
+            config.model_names[0],
+            prompts.tokenization,
+            None if pictures is None else pictures.stats,
+            # Without keys `/v1/models` names them to everybody as well.
+            names_adapters=not api_keys,
         ),
         isolation=config.cache_isolation,
     )

@@ -46,7 +46,8 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
 
     `num_adapters` LoRA adapters are loaded, which weigh `adapter_bytes` in host memory. Running requests hold
     `adapter_slots_in_use` of the `adapter_slots` on the device. `adapter_placements` is how often an adapter was put
-    into a slot, `adapter_slot_waits` how often a request began to wait for one.
+    into a slot, `adapter_slot_waits` how often a request began to wait for one. `running_adapters` and
+    `waiting_adapters` are the names, sorted, by which those that run and those that wait have asked for one.
 
     `kv_event_batches` were published; `kv_event_batches_dropped`, by reason, were lost for everybody (`queue_full`) or
     found a subscriber that did not read (`subscriber_full`, which counts each time only the first of those it lost).
@@ -94,6 +95,8 @@ class EngineStats(Struct, array_like=True, frozen=True, kw_only=True):
     adapter_slots_in_use: int = 0
     adapter_placements: int = 0
     adapter_slot_waits: int = 0
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
 
 
 class PrefixCacheReset(Struct, array_like=True, frozen=True):

@@ -28,6 +28,7 @@ class Metrics:
         model_name: the label `model_name`.
         tokenization: how much was tokenized.
         pictures: what was done with pictures; None for models that take none.
+        names_adapters: whether whoever may look here may know which LoRA adapters are asked for.
 
     Attributes:
         requests: the frontend observes what becomes of its requests here.
@@ -39,10 +40,12 @@ class Metrics:
         model_name: str,
         tokenization: TokenizationStats,
         pictures: PictureStats | None = None,
+        *,
+        names_adapters: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
         self.requests = RequestFamilies(self.registry, model_name, [engine.index for engine in engines])
-        self._engines = EngineCollector(engines, model_name)
+        self._engines = EngineCollector(engines, model_name, names_adapters=names_adapters)
         self.registry.register(self._engines)
         self.registry.register(OwnWorkCollector(OF_TOKENIZATION, tokenization, model_name))
         if pictures is not None:

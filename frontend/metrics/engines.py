@@ -93,10 +93,15 @@ _BLOCK_RESIDENCY = {
 
 
 class EngineTotals:
-    """One engine's counters over all its lives, as far as they were seen."""
+    """One engine's counters over all its lives, as far as they were seen.
+
+    Attributes:
+        latest: what it said last, and `latest_s` when, in seconds since 1970.
+    """
 
     def __init__(self) -> None:
         self.latest: EngineSnapshot | None = None
+        self.latest_s = 0.0
         self._earlier: Counter[str] = Counter()
         self._earlier_by_reason: dict[str, Counter[str]] = {}
         self._earlier_step_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
@@ -111,7 +116,7 @@ class EngineTotals:
             self._earlier_step_tokens = self.step_tokens
             self._earlier_dropped_messages = self.dropped_messages
             self._earlier_block_residency = self.block_residency
-        self.latest = snapshot
+        self.latest, self.latest_s = snapshot, time.time()
 
     def counter(self, field: str) -> int:
         now: int = 0 if self.latest is None else getattr(self.latest.stats, field)
@@ -147,10 +152,13 @@ def _added(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 class EngineCollector(Collector):
-    """Shows engines as they answered last; `refresh` before collecting."""
+    """Shows engines as they answered last; `refresh` before collecting. With `names_adapters` it says which adapters
+    are asked for at the moment.
+    """
 
-    def __init__(self, engines: Sequence[EngineClient], model_name: str) -> None:
+    def __init__(self, engines: Sequence[EngineClient], model_name: str, *, names_adapters: bool) -> None:
         self._engines = engines
+        self._names_adapters = names_adapters
         self._model_name = model_name
         self._totals = [EngineTotals() for _ in engines]
         self._created_s = time.time()
@@ -180,6 +188,8 @@ class EngineCollector(Collector):
         yield from self._block_residency()
         yield self._dropped_messages()
         yield self._cache_config()
+        if self._names_adapters:
+            yield from self._lora_requests()
 
     def _labels(self, engine: EngineClient, *more: str) -> tuple[str, ...]:
         return (self._model_name, str(engine.index), *more)
@@ -197,10 +207,8 @@ class EngineCollector(Collector):
         encoder = gauge("encoder_cache_usage_perc", "Share of the encoder cache that is taken; 1 is all.")
         for engine, totals in zip(self._engines, self._totals, strict=True):
             labels = self._labels(engine)
-            is_up = engine.is_connected
-            # An engine that is gone runs nothing.
-            stats = totals.latest.stats if is_up and totals.latest is not None else None
-            up.add_metric(labels, is_up)
+            stats = _stats_now(engine, totals)
+            up.add_metric(labels, engine.is_connected)
             running.add_metric(labels, stats.num_running if stats else 0)
             num_waiting = stats.num_waiting if stats else 0
             waiting.add_metric(labels, num_waiting)
@@ -217,7 +225,7 @@ class EngineCollector(Collector):
         for name, (field, what) in _LORA.items():
             family = GaugeMetricFamily(PREFIX + name, what, labels=("model_name", "engine"))
             for engine, totals in zip(self._engines, self._totals, strict=True):
-                stats = totals.latest.stats if engine.is_connected and totals.latest is not None else None
+                stats = _stats_now(engine, totals)
                 family.add_metric(self._labels(engine), getattr(stats, field) if stats else 0)
             yield family
 
@@ -284,6 +292,35 @@ class EngineCollector(Collector):
                 1,
             )
         return family
+
+    def _lora_requests(self) -> Iterator[Metric]:
+        """As the peer has it: names in labels, and the time when it was so as the value. One sample for each engine,
+        where the peer keeps one for each combination of names that there ever was.
+        """
+        name = PREFIX + "lora_requests_info"
+        family = Metric(name, "The value is a time; the labels, LoRA adapters that were asked for then.", "gauge")
+        for engine, totals in zip(self._engines, self._totals, strict=True):
+            stats = _stats_now(engine, totals)
+            if stats is None or not stats.adapter_slots:
+                continue
+            family.add_sample(
+                name,
+                {
+                    "model_name": self._model_name,
+                    "engine": str(engine.index),
+                    "max_lora": str(stats.adapter_slots),
+                    "running_lora_adapters": ",".join(stats.running_adapters),
+                    "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+                },
+                totals.latest_s,
+            )
+        if family.samples:
+            yield family
+
+
+def _stats_now(engine: EngineClient, totals: EngineTotals) -> EngineStats | None:
+    """An engine that is gone runs nothing."""
+    return totals.latest.stats if engine.is_connected and totals.latest is not None else None
 
 
 def _encoder_cache_usage(stats: EngineStats) -> float:

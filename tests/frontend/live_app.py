@@ -43,7 +43,13 @@ def live_app(
         new_detokenizer_of_calls=detokenizer_factory(tokenizer.backend, spelled_out=TAGS),
         token_bytes=token_bytes_of(tokenizer.backend),
         model=ServedModel(MODEL_NAMES, 1, engine.adapters.by_name),
-        metrics=Metrics([engine], MODEL_NAMES[0], prompts.tokenization, None if pictures is None else pictures.stats),
+        metrics=Metrics(
+            [engine],
+            MODEL_NAMES[0],
+            prompts.tokenization,
+            None if pictures is None else pictures.stats,
+            names_adapters=not settings.get("api_keys"),
+        ),
         isolation=isolation,
     )
     listener = listen("127.0.0.1", 0)

@@ -39,13 +39,15 @@ class CountingEngine(ScriptedEngine):
         by_reason = ("prefix_cache_misses", "prefix_cache_missed_tokens", "kv_event_batches_dropped")
         for field in ("block_residency", *by_reason):
             numbers[field] = {}
+        for field in ("running_adapters", "waiting_adapters"):
+            numbers[field] = []
         return EngineSnapshot(1, EngineStats(**numbers), {"body": 1})
 
 
 @pytest.fixture
 async def labels_by_sample() -> dict[str, set[str]]:
     """What `/metrics` shows."""
-    metrics = Metrics([CountingEngine(says([]))], "tiny", TokenizationStats(), PictureStats())  # type: ignore[list-item]
+    metrics = Metrics([CountingEngine(says([]))], "tiny", TokenizationStats(), PictureStats(), names_adapters=True)  # type: ignore[list-item]
     await metrics.refresh()
     text = generate_latest(metrics.registry).decode()
     samples = itertools.chain.from_iterable(family.samples for family in text_string_to_metric_families(text))

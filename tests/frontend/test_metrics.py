@@ -379,7 +379,7 @@ def snapshot(epoch: int, numbers: int, *, watches_blocks: bool = True) -> Engine
     misses = {"diverged": numbers, "evicted": 1}
     fields |= {"step_tokens": [numbers, 2], "block_residency": residency}
     fields |= {"prefix_cache_misses": misses, "prefix_cache_missed_tokens": misses}
-    fields |= {"kv_event_batches_dropped": {"queue_full": numbers}}
+    fields |= {"kv_event_batches_dropped": {"queue_full": numbers}, "running_adapters": [], "waiting_adapters": []}
     return EngineSnapshot(epoch, EngineStats(**fields), {"body": numbers})
 
 
