@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from engine_core import EngineConfig, EngineCore, EngineRequest, SamplingParams
 from engine_core.config import HashAlgo, KVEventsConfig
 from ipc.kv_events import BlockStored
-from ipc.vocabulary import ExtraKeySpan
+from ipc.vocabulary import ExtraKeySpan, KeepPrefix
 from tests.checking_runner import CheckingRunner, expected_output
 from tests.fake_adapters import fake_digest, write_fake_adapter
 
@@ -44,6 +45,10 @@ class Cached:
         self.num_asked += 1
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         return EngineRequest(f"r{self.num_asked}", PROMPT, params, spans, adapter=adapter)
+
+    def finish(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
 
     def ask(self, adapter: str = "", *spans: ExtraKeySpan, weights: str | None = None) -> int:
         """How many tokens of the prompt were cached; its answer is right."""
@@ -133,6 +138,19 @@ def test_a_probe_finds_what_a_request_would(cached: Cached):
     explained = cached.engine.explain(cached.request("a2"))
     assert explained.miss_reason == "not_found", "what has nothing in common is no relative"
     assert explained.explanation is not None and explained.explanation.relative_token_ids == []
+
+
+def test_what_is_kept_for_an_adapter_stays_for_it_alone(cached: Cached):
+    num_kept = len(PROMPT) // B * B
+    for adapter, keep in (("a1", (KeepPrefix(num_kept, 60.0),)), ("a2", ()), ("", ())):
+        cached.engine.add_request(replace(cached.request(adapter), keep=keep))
+    cached.finish()
+    assert cached.engine.stats().num_kept_blocks == num_kept // B
+    for number in range(60):
+        cached.engine.add_request(replace(cached.request("a2"), prompt_token_ids=[number] * 10 * B))
+    cached.finish()
+    found = {name: cached.engine.probe(cached.request(name)).num_hit_tokens for name in ("a1", "a2", "")}
+    assert found == {"a1": num_kept, "a2": 0, "": 0}
 
 
 def stored(cached: Cached) -> list[BlockStored]:

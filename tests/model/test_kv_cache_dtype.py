@@ -18,6 +18,7 @@ from typing import get_args
 import pytest
 import torch
 import transformers
+from peft import PeftModel
 
 from benchmarks.perplexity import TEXT, contexts_of, token_logprobs
 from engine_core import EngineConfig, EngineCore, EngineRequest, InvalidConfigError
@@ -25,10 +26,20 @@ from engine_core.config import KVCacheDtype
 from engine_core.model.runner import ModelRunner
 from kernels.dispatch import computed_by
 from kernels.quantize_kv import QUANTIZED_TYPES
+from tests.adapters import make_adapter
 from tests.tiny_models import make_tiny_model
 
 from .any_architecture import save_random_model, tiny_configs
-from .equality import EngineRun, corrupt_last_cached_block, make_engine, poison_unowned_slots, run_prompts
+from .equality import (
+    EngineRun,
+    corrupt_last_cached_block,
+    greedy,
+    load_reference_model,
+    make_engine,
+    poison_unowned_slots,
+    run_prompts,
+    run_requests,
+)
 
 DATA = Path(__file__).parent.parent / "data" / "model"
 GetDirectory = Callable[[str], Path]
@@ -156,6 +167,34 @@ def test_in_torch(kv_cache_dtype: str, model_directory: GetDirectory) -> None:
             fuse_layers=False,
             prepack_weights=False,
         )
+
+
+@every_type
+def test_with_an_adapter(kv_cache_dtype: str, model_directory: GetDirectory, tmp_path: Path) -> None:
+    """As with weights that it was merged into, which are rounded in other places."""
+    directory, prompts = model_directory("llama"), chosen_prompts("llama")[:3]
+    path = make_adapter(directory, tmp_path / "adapter")
+    merged = PeftModel.from_pretrained(load_reference_model(directory), path).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    cold = cold_runs(tmp_path / "merged", prompts, kv_cache_dtype=kv_cache_dtype)
+
+    engine = make_engine(
+        directory,
+        kv_cache_dtype=kv_cache_dtype,
+        enable_lora=True,
+        max_num_batched_tokens=17,
+        max_num_seqs=8,
+        num_threads=1,
+    )
+    engine.load_adapter("adapter", path)
+    for times_before in range(2):
+        asked = [EngineRequest(str(i), prompt, greedy(), adapter="adapter") for i, prompt in enumerate(prompts)]
+        runs = run_requests(engine, [(request, {}) for request in asked])
+        for each, run in zip(cold, runs, strict=True):
+            assert each.differs(run) <= 3 * ANOTHER_CODE
+            assert run.num_cached_tokens >= times_before * (len(each.prompt) // 16 * 16 - 1)
+    without = run_prompts(engine, prompts)
+    assert min(each.differs(run) for each, run in zip(cold, without, strict=True)) > 30 * ANOTHER_CODE
 
 
 # What it costs
