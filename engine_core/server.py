@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import logging
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from ipc.logs import configure_logging
 from ipc.messages import EngineOutputs
 from ipc.process import (
     STARTUP_FAILURE_EXIT_CODE,
+    end_process,
     exit_with_supervisor,
     raise_open_files_limit,
     spare_garbage_collector,
@@ -320,4 +320,4 @@ def link_settings_of(arguments: argparse.Namespace) -> LinkSettings:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -28,6 +28,7 @@ from frontend.serving import ServedModel, Serving
 from ipc.logs import configure_logging
 from ipc.process import (
     STARTUP_FAILURE_EXIT_CODE,
+    end_process,
     exit_with_supervisor,
     raise_open_files_limit,
     spare_garbage_collector,
@@ -178,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

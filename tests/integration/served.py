@@ -21,6 +21,9 @@ FOREWORD = ("-c", "from frontend.cli import main; main()")
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 
+# How each line of the log begins: an event in text, or one in JSON.
+_EVENT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} |\{")
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -38,7 +41,8 @@ class Server:
 
 @contextmanager
 def foreword_serve(model_dir: Path | None, *flags: str, program: Sequence[str] = FOREWORD) -> Iterator[Server]:
-    """Yields once the server says that it is ready; stops it with SIGTERM and checks that it goes quietly.
+    """Yields once the server says that it is ready; stops it with SIGTERM and checks that it goes quietly:
+    with 0, and with nothing in its log but events.
 
     Args:
         model_dir: None for whatever is served when no model is named.
@@ -61,6 +65,7 @@ def foreword_serve(model_dir: Path | None, *flags: str, program: Sequence[str] =
             yield Server(announced[-1].split("/v1/")[0].removeprefix("curl "), "".join(announced), process)
             process.send_signal(signal.SIGTERM)
             assert process.wait(STOP_TIMEOUT_S) == 0
+            assert [line for line in _text(log).splitlines() if not _EVENT.match(line)] == []
         finally:
             overdue.cancel()
             if process.poll() is None:

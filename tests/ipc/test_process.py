@@ -40,3 +40,23 @@ def test_what_exists_is_no_longer_looked_at_by_the_garbage_collector() -> None:
         assert gc.get_freeze_count() > 1000
     finally:
         gc.unfreeze()
+
+
+_END = """
+import atexit
+from ipc.process import end_process
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+kept = Kept()
+atexit.register(print, "at exit")
+print("printed")
+end_process(3)
+"""
+
+
+def test_the_end_of_a_process_takes_nothing_apart_but_does_what_was_promised() -> None:
+    result = subprocess.run([sys.executable, "-c", _END], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "printed\nat exit\n", "")
