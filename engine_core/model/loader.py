@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from engine_core.errors import InvalidConfigError
 
@@ -72,18 +73,23 @@ def load_model(path: Path, config: Any, dtype: torch.dtype, device: torch.device
     """The module in evaluation mode, its decoder calling `attention.attention_forward`. Nothing is downloaded.
 
     Raises:
-        InvalidConfigError: the weight files lack a tensor or have one of another shape.
+        InvalidConfigError: the weight files cannot be read, lack a tensor or have one of another shape.
     """
-    with transformers_progress(shown=sys.stderr.isatty()):
-        model, loading = _model_class(config).from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=_attention_names(config),
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+    try:
+        with transformers_progress(shown=sys.stderr.isatty()):
+            model, loading = _model_class(config).from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=_attention_names(config),
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except SafetensorError as error:
+        raise InvalidConfigError(
+            f"model: a *.safetensors file in {path} cannot be read (was it copied or downloaded to its end?): {error}"
+        ) from error
     # transformers fills them with random numbers and goes on.
     missing = sorted(loading["missing_keys"])
     if missing:

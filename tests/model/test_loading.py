@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import engine_core
+from engine_core.errors import InvalidConfigError
 from engine_core.model.loader import load_config, load_model
 from tests.tiny_models import make_tiny_model
 
@@ -29,6 +30,14 @@ def test_progress_is_drawn_on_a_terminal_only(
     monkeypatch.setattr(sys, "stderr", stream)
     load_model(directory, load_config(directory), torch.float32, torch.device("cpu"))
     assert ("Loading weights" in stream.getvalue()) == is_shown
+
+
+def test_weights_that_were_not_copied_to_their_end_are_refused_by_their_path(tmp_path: Path) -> None:
+    directory = make_tiny_model("llama", tmp_path)
+    [weights] = directory.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(InvalidConfigError, match=rf"^model: a \*\.safetensors file in {directory} cannot be read"):
+        load_model(directory, load_config(directory), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
