@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 0.5
+# Most models are loaded by then. Who has mistyped an endpoint waits for nothing.
+_AWAITED_S = 15.0
 # An engine that is there and does not want us, or is not wanted, has to be changed by somebody.
 _MAX_RETRY_AFTER_REFUSAL_S = 5.0
 
@@ -121,6 +123,7 @@ class EngineClient:
         self.drops = DropCounter("engine_client")
         self.num_restarts = 0
         self._known_epoch: int | None = None
+        self._is_awaited = False
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
@@ -206,6 +209,7 @@ class EngineClient:
 
     async def _run(self) -> None:
         retry_s = _MIN_RETRY_S
+        started_s = time.monotonic()
         # A task group that fails while it is being cancelled swallows the cancellation, hence the flag.
         while not self._closing:
             ended = _SessionEndedError("the client failed")
@@ -223,6 +227,8 @@ class EngineClient:
                     logger.error("engine_session_failed endpoint=%s", self.endpoint, exc_info=error)
             was_connected = self.is_connected
             self._lose(ended)
+            if self.state == "connecting" and time.monotonic() - started_s >= _AWAITED_S:
+                self._say_awaited()
             max_retry_s = _MAX_RETRY_AFTER_REFUSAL_S if ended.telling else _MAX_RETRY_S
             retry_s = _MIN_RETRY_S if was_connected else min(2 * retry_s, max_retry_s)
             await asyncio.sleep(retry_s)
@@ -259,6 +265,17 @@ class EngineClient:
         self._ready.clear()
         self._in_flight.fail_all(EngineUnavailableError(reason))
         self.calls.fail_all(EngineUnavailableError(reason))
+
+    def _say_awaited(self) -> None:
+        """Once, that no engine has answered for long: it is starting, or nothing will ever listen there."""
+        if not self._is_awaited:
+            self._is_awaited = True
+            logger.log(
+                logging.DEBUG if self._quiet else logging.INFO,
+                "engine_awaited endpoint=%s waited_s=%.0f",
+                self.endpoint,
+                _AWAITED_S,
+            )
 
     def _take_event(self, session: EngineSession, frames: list[memoryview]) -> None:
         event = parse_monitor_message([frame.tobytes() for frame in frames])

@@ -246,4 +246,4 @@ def open_engines(config: HttpConfig) -> EnginePool:
 def reason_for_clients(engine: EngineClient | EnginePool) -> str | None:
     """Why there is no engine to answer; None if there is one."""
     # What an engine client says until then names the engine's socket, which is nobody's business out there.
-    return "the engine is starting" if engine.state == "connecting" else engine.down_reason
+    return "no engine has answered yet" if engine.state == "connecting" else engine.down_reason

@@ -21,6 +21,7 @@ import zmq.asyncio
 from engine_core.server import EngineCoreServer
 from frontend.engine_client import EngineClient, RequestStream
 from frontend.engine_errors import EngineUnavailableError, RequestRefusedError
+from frontend.engine_session import EngineSession
 from ipc.codec import PROTOCOL_VERSION, encode, pack_header
 from ipc.messages import EngineOutputs, Goodbye, Heartbeat, Refused, WantFeatures, Welcome
 from ipc.sequence import UNCOUNTED
@@ -192,6 +193,28 @@ async def test_what_the_wire_does_not_carry_is_refused_by_name(
             client.submit(unsendable)
         assert (refused.value.error.code, refused.value.error.param) == ("invalid", param)
         assert client.num_in_flight == 0
+
+
+async def test_an_engine_that_does_not_come_is_told_of_once(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("frontend.engine_client._AWAITED_S", 0.1)
+    caplog.set_level("INFO", "frontend.engine_client")
+    sessions = 0
+
+    def counted(*arguments: Any, **settings: Any) -> EngineSession:
+        nonlocal sessions
+        sessions += 1
+        return EngineSession(*arguments, **settings)
+
+    monkeypatch.setattr("frontend.engine_client.EngineSession", counted)
+    client = EngineClient(endpoint)
+    await client.start()
+    await until(lambda: caplog.messages)
+    tried = sessions
+    await until(lambda: sessions > tried + 1)
+    await client.close()
+    assert caplog.messages == [f"engine_awaited endpoint={endpoint} waited_s=0"]
 
 
 async def test_without_an_engine_nothing_is_accepted(client: EngineClient) -> None:

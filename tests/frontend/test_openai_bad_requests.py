@@ -414,15 +414,15 @@ def test_health_tells_the_truth(http: httpx.Client, engine: ScriptedEngine) -> N
     assert "it said goodbye" in error_of(error, 503)["message"]
 
 
-def test_an_engine_that_has_not_answered_yet_is_starting(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_where_no_engine_has_answered_yet_its_socket_is_not_told(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.state, engine.down_reason = "connecting", "no engine has answered at ipc:///private/engine yet"
     try:
         health = http.get("/health")
         error = http.post(CHAT, json=message())
     finally:
         engine.state, engine.down_reason = "ready", None
-    assert (health.status_code, health.json()["reason"]) == (503, "the engine is starting")
-    assert "the engine is starting" in error_of(error, 503)["message"]
+    assert (health.status_code, health.json()["reason"]) == (503, "no engine has answered yet")
+    assert "no engine has answered yet" in error_of(error, 503)["message"]
     assert "ipc" not in health.text + error.text
 
 
