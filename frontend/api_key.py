@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
 from .errors import ApiError
@@ -19,7 +19,7 @@ API_KEY_ENV = "FOREWORD_API_KEY"
 ADMIN_API_KEY_ENV = "FOREWORD_ADMIN_API_KEY"
 
 # Whoever watches a server has no key, and learns nothing here that is worth one.
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+WATCHED_PATHS = frozenset({"/health", "/version", "/metrics"})
 
 # In the state of a request's scope.
 _CALLER = "foreword_caller"
@@ -73,7 +73,7 @@ def check_may_administer(request: Request) -> None:
 
 
 class ApiKeyGuard:
-    """Answers 401 to every request without one of `keys` or `admin_keys`, but to those for `OPEN_PATHS`; passes the
+    """Answers 401 to every request without one of `keys` or `admin_keys`, but to those for `open_paths`; passes the
     others on. Without `keys` all are passed on.
 
     Those behind it learn by `caller_of` which key it was, and by `check_may_administer` what it is good for: if there
@@ -81,18 +81,26 @@ class ApiKeyGuard:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str], refuse: ASGIApp, *, all_administer: bool
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        admin_keys: Sequence[str],
+        refuse: ASGIApp,
+        *,
+        open_paths: Set[str],
+        all_administer: bool,
     ) -> None:
         """`refuse` answers in place of `app`."""
         self._app = app
         self._refuse = refuse
+        self._open_paths = open_paths
         self._callers = [(_digest(key.encode()), caller_id(key)) for key in (*admin_keys, *keys)]
         self._needs_key = bool(keys)
         self._admins = {caller_id(key) for key in admin_keys}
         self._all_administer = all_administer and not admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             caller = self._caller(scope)
             if caller is None and self._needs_key:
                 await self._refuse(scope, receive, send)

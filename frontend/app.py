@@ -16,9 +16,9 @@ from frontend.openai.responses import encode_error
 from frontend.openai.routes import openai_routes
 
 from .adapter_routes import adapter_routes
-from .api_key import ApiKeyGuard, unauthorized
+from .api_key import WATCHED_PATHS, ApiKeyGuard, unauthorized
 from .cache_routes import cache_routes
-from .docs import docs_routes
+from .docs import DOCS_PATHS, docs_routes
 from .errors import ApiError, ClientDisconnectedError, internal_error
 from .explain.routes import explain_routes
 from .health import health_routes
@@ -41,8 +41,8 @@ def create_app(
 
     Every answer that is not the one asked for, an unknown path included, has the OpenAI API's error body, below
     `/v1/messages` the Anthropic API's. With `api_keys`, whoever has none of them or of `admin_api_keys` is answered
-    401, but under `api_key.OPEN_PATHS`. Who has none of `admin_api_keys` may neither reset the cache of all nor load or
-    unload adapters, if there are any or if clients are kept apart by their keys.
+    401, but at `api_key.WATCHED_PATHS` and `docs.DOCS_PATHS`. Who has none of `admin_api_keys` may neither reset the
+    cache of all nor load or unload adapters, if there are any or if clients are kept apart by their keys.
     """
     app = Litestar(
         route_handlers=[
@@ -70,7 +70,14 @@ def create_app(
         return app
     # Clients that are kept apart by their keys do not trust each other.
     all_administer = serving.isolation != "api-key"
-    return ApiKeyGuard(app, api_keys, admin_api_keys, _unauthorized, all_administer=all_administer)
+    return ApiKeyGuard(
+        app,
+        api_keys,
+        admin_api_keys,
+        _unauthorized,
+        open_paths=WATCHED_PATHS | DOCS_PATHS,
+        all_administer=all_administer,
+    )
 
 
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,6 +20,9 @@ _ASSETS = {
     "favicon-32x32.png": "image/png",
 }
 
+# What is the same on every server tells nobody anything: a browser cannot send a key to read it.
+DOCS_PATHS = frozenset({"/", "/docs", "/openapi.json", *(f"/docs/assets/{name}" for name in _ASSETS)})
+
 _PAGE = b"""<!DOCTYPE html>
 <html lang="en">
 <head>
