@@ -43,7 +43,8 @@ def _invalid(message: str, request_type: Any) -> ApiError:
         problem = f"{refused['value']:.100} is not one of {', '.join(map(repr, allowed))}"
     field = _FIELD.fullmatch(problem)
     if field is None:
-        return invalid_request(f"invalid value for '{path}': {problem}" if path else problem, path or None)
+        where = f"invalid value for '{path}'" if path else "the body"
+        return invalid_request(f"{where}: {problem}", path or None)
     param = f"{path}.{field['field']}" if path else field["field"]
     if field["what"] == "missing required":
         return invalid_request(f"missing required parameter '{param}'", param, "missing_required_parameter")

@@ -64,7 +64,8 @@ _BUILTIN_ALIASES = {"smollm2-135m-instruct": "smollm2", "gemma-3-270m": "gemma3-
 
 # What a causal language model needs of a repository: no pickled weights, no copies for other frameworks.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# A name that begins with a dot is a path.
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def default_cache_dir() -> Path:
@@ -164,6 +165,20 @@ def _download(name: str, tried: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # the client raises whatever its transport raises
-        reason = str(error).strip().splitlines()
-        tried.append(f"a hub id: {type(error).__name__}: {reason[0] if reason else 'no reason given'}")
+        tried.append(f"a hub id: {_why_not_downloaded(error)}")
         raise ModelNotFoundError(name, tried) from error
+
+
+def _why_not_downloaded(error: Exception) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return f"{constants.ENDPOINT} wants its terms to be accepted there first, and a token in HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{constants.ENDPOINT} has no such model, or shows it only with a token in HF_TOKEN"
+    lines = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    if isinstance(error, LocalEntryNotFoundError):
+        return f"it has not been downloaded before, and {constants.ENDPOINT} (HF_ENDPOINT) cannot be reached: {reason}"
+    return reason

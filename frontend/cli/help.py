@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import typer
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.panel import Panel
@@ -40,8 +41,13 @@ class PanelledCommand(TyperCommand):
         _print_help(self, ctx, panels=[])
 
     def parse_args(self, ctx: Any, args: Sequence[str]) -> list[str]:
-        # No option of its library's takes several values.
-        return super().parse_args(ctx, [*flag_repeated(args)])
+        try:
+            # No option of its library's takes several values.
+            return super().parse_args(ctx, [*flag_repeated(args)])
+        except typer.BadParameter as error:
+            # Its library's own word before what is wrong.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
 
 
 class PanelledGroup(TyperGroup):

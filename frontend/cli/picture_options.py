@@ -124,11 +124,13 @@ def picture_config(settings: dict[str, Any], *, max_body_bytes: int) -> PictureC
             "mm_processor_cache_bytes": round(settings["mm_processor_cache_gb"] * _GIB),
         }
     )
+    if directory is not None and not directory.is_dir():
+        fail(f"--allowed-local-media-path: {directory.absolute()} is not a folder")
     if config.fetches:
         try:
             config.media_policy()
         except ValueError as error:
-            fail(f"--allowed-media-domains, --allowed-local-media-path: {error}")
+            fail(f"--allowed-media-domains: {error}")
     # What base64 leaves of a body; pictures then come in no other way.
     most_bytes = max_body_bytes * 3 // 4
     if not config.fetches and most_bytes < config.max_image_bytes != _DEFAULTS.max_image_bytes:

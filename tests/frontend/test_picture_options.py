@@ -102,7 +102,7 @@ def test_values_that_cannot_be(arguments: tuple[str, ...], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--allowed-local-media-path", "/gone/away"), "/gone/away is not a folder"),
+        (("--allowed-local-media-path", "/gone/away"), "--allowed-local-media-path: /gone/away is not a folder"),
         (("--allowed-media-domains", "https://example.org/"), "https://example.org/"),
     ],
 )

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import engine_core
@@ -109,7 +110,24 @@ def test_everything_that_was_tried_is_listed() -> None:
     assert "no model found for 'nobody/nothing'; tried:" in message
     assert "- a built-in model: there are shapes, smollm2, gemma3-270m\n" in message
     assert "nobody/nothing does not exist" in message
-    assert "- a hub id: " in message
+    told = f"- a hub id: it has not been downloaded before, and {UNREACHABLE_HUB} (HF_ENDPOINT) cannot be reached: "
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(RepositoryNotFoundError, "has no such model, or"), (GatedRepoError, "its terms to be accepted")]
+)
+def test_what_the_hub_does_not_give_says_what_to_do(
+    kind: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> str:
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refused)
+    with pytest.raises(ModelNotFoundError) as error:
+        resolve_model("nobody/nothing")
+    assert told in error.value.tried[-1]
+    assert "HF_TOKEN" in error.value.tried[-1]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +135,8 @@ def test_everything_that_was_tried_is_listed() -> None:
     [
         ("two words", "a hub id: it would look like owner/name"),
         ("./nothing/of/the/kind", "does not exist"),
+        ("./nothing", "a hub id: it would look like owner/name"),
+        ("../nothing", "a hub id: it would look like owner/name"),
     ],
 )
 def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, reason: str) -> None:
