@@ -50,7 +50,7 @@ def free_tcp_endpoint() -> str:
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"

@@ -89,7 +89,7 @@ class Consumer:
             self.table.apply(numbered.batch.events)
 
     def follow_until(self, condition: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline_s, "it did not happen"
             self.take(0.02)
@@ -134,6 +134,6 @@ def read_answer(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
     """All messages of one, the end included."""
     messages = []
     while not messages or messages[-1][2] != b"\xff" * 8:
-        assert socket.poll(20_000), "the answer has no end"
+        assert socket.poll(60_000), "the answer has no end"
         messages.append(socket.recv_multipart())
     return messages

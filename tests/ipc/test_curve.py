@@ -79,7 +79,7 @@ def ask(endpoint: str, keys: FrontendKeys | None) -> str:
     poller.register(dealer, zmq.POLLIN)
     poller.register(monitor, zmq.POLLIN)
     try:
-        ready = dict(poller.poll(20_000))
+        ready = dict(poller.poll(60_000))
         if dealer in ready:
             return dealer.recv().decode()
         assert monitor in ready, "nothing happened"
