@@ -74,12 +74,15 @@ def test_a_reset_forgets_every_prefix(endpoint: str, join: Connect) -> None:
 def test_a_reset_beside_running_requests_says_what_they_hold_or_preempts_them(endpoint: str, join: Connect) -> None:
     with running_server(endpoint, step_s=0.01) as server:
         frontend = join()
-        frontend.add("r", [5] * 3 * BLOCK_SIZE, 60)
-        next(frontend.outputs())
+        frontend.add("r", [5] * 3 * BLOCK_SIZE, 300)
+        outputs = frontend.outputs()
+        next(outputs)
+        next(outputs)  # by now it has a block for what follows its prompt
         first = reset(frontend)
         assert first.num_dropped_blocks >= 3 and first.num_blocks_in_use >= 4 and first.num_requests_in_use == 1
         done = reset(frontend, reset_running_requests=True)
         assert done.num_dropped_blocks == done.num_blocks_in_use == done.num_requests_in_use == 0
+        server.engine.runner.step_s = 0.0  # type: ignore[attr-defined]
         last = frontend.finish("r")["r"][1]
         assert last.finish_reason == "length"
         assert last.timing is not None and last.timing.num_preemptions == 1

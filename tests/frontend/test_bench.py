@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,9 +274,9 @@ async def with_server_that_turns(response: bytes | None, *parts: str, timeout_s:
     with canned_server(lambda head: answer(head)) as url:  # noqa: PLW0108 - looks `answer` up each time
         async with aclosing(OpenAIClient(url)) as client:
             settings: dict[str, Any] = {"model": None, "seed": 1, "quick": False, "tokenizer": None, "scale": SMALL}
-            prepared = await prepare(client, timeout_s=timeout_s, **settings)
+            prepared = await prepare(client, timeout_s=LIVENESS_S, **settings)
             answer = answering(response)
-            await run_parts(prepared, list(parts), Watched())
+            await run_parts(replace(prepared, timeout_s=timeout_s), list(parts), Watched())
     return prepared.result
 
 

@@ -126,14 +126,27 @@ async def test_a_stop_string_ends_one_continuation(
     await idle(server, client)
 
 
-async def test_an_aborted_continuation_costs_nothing_more(server: EngineCoreServer, client: EngineClient) -> None:
+async def test_an_aborted_continuation_costs_nothing_more(tmp_path: Path) -> None:
+    runner = StepByStep()
     stops = [expected(index)[2:4] for index in range(5)]
-    async with aclosing(generated(client, request(6), stops)) as deltas:
-        async for _ in deltas:
-            pass
-    await idle(server, client)
-    # It takes the news some steps to arrive.
-    assert server.engine.stats().generated_tokens < 3 * NUM_TOKENS
+    num_ended = 0
+    with running_server(private_endpoint(tmp_path), engine=EngineCore(EngineConfig(max_num_seqs=6), runner)) as server:
+        client = EngineClient(private_endpoint(tmp_path))
+        await client.start()
+        await client.wait_ready(20)
+        runner.allowed.release(6)
+        async with aclosing(generated(client, request(6), stops)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason is not None:
+                    num_ended += 1
+                    if num_ended == 5:
+                        # Whoever answers this has passed on what came before it.
+                        await client.stats(20)
+                        runner.allowed.release(NUM_TOKENS)
+        assert num_ended == 6
+        await idle(server, client)
+        assert server.engine.stats().generated_tokens < 2 * NUM_TOKENS + 6
+        await client.close()
 
 
 async def test_a_stream_ends_by_its_own_count(tmp_path: Path) -> None:
@@ -152,6 +165,8 @@ async def test_a_stream_ends_by_its_own_count(tmp_path: Path) -> None:
             # The first one ends in the third step, which has begun.
             await asyncio.to_thread(wait_until, lambda: runner.num_begun == 3)
             stream.abort_continuation(1)
+            # Whoever answers this has passed on what came before it: no fourth step begins.
+            await client.stats(20)
             runner.allowed.release()
             async with asyncio.timeout(20):
                 outputs = [output async for output in stream]

@@ -355,7 +355,7 @@ def test_no_text_is_slow_to_cut() -> None:
     assert cut is not None
     times_s = []
     for text in ("<|end|x>" * 100_000, "<|reserved_" * 70_000):
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         assert list(cut.pieces(text, 1)) == [text]
-        times_s.append(time.perf_counter() - started_s)
+        times_s.append(time.thread_time() - started_s)
     assert times_s[1] < 20 * times_s[0]

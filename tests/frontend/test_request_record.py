@@ -144,6 +144,7 @@ async def test_latencies_are_those_of_arrival_not_of_a_slow_reader(books: Books,
             async for output in stream:
                 record.count(0, len(output.new_token_ids), output.num_cached_tokens, output.finish_reason)
     assert books("inter_token_latency_seconds_count") == 19
-    assert books("inter_token_latency_seconds_sum") >= 19 * 0.01
+    # Read all at once, they would be nothing; but the first may have been seen late.
+    assert books("inter_token_latency_seconds_sum") >= 19 * 0.01 / 2
     assert books("request_generation_tokens_sum") == 20
     await client.close()

@@ -18,6 +18,8 @@ from tests.frontend.scripted_engine import ScriptedEngine, says
 from tests.wire_peers import wait_until
 
 PROMPT = [5] * 40
+# Two seconds, in which whatever is asked meanwhile is answered.
+NUM_RUNNING_TOKENS = 200
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +61,20 @@ def test_what_is_kept_for_a_time_is_forgotten_all_the_same(stack: Stack) -> None
     reset(stack)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack) -> list:
+    return stack.complete(PROMPT, NUM_RUNNING_TOKENS)["choices"]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     "asked",
     [{"params": {"reset_running_requests": "true"}}, {"json": {"reset_running_requests": True}}],
     ids=["query", "body"],
 )
-async def test_requests_that_run_go_on_with_what_nobody_finds_any_more(stack: Stack, asked: dict) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "temperature": 0}
-    undisturbed = stack.complete(PROMPT, 100)["choices"]
+async def test_requests_that_run_go_on_with_what_nobody_finds_any_more(
+    stack: Stack, undisturbed: list, asked: dict
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": NUM_RUNNING_TOKENS, "ignore_eos": True, "temperature": 0}
     reset(stack)
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
         running = asyncio.create_task(http.post("/v1/completions", json=body))

@@ -275,12 +275,16 @@ async def test_redirects_and_slow_answers_share_one_time():
 
 async def test_only_so_many_are_fetched_at_once_and_the_others_wait():
     at_once, most = 0, 0
+    three_at_once = asyncio.Event()
 
     async def count(writer):
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
-        await asyncio.sleep(0.05)
+        if at_once == 3:
+            three_at_once.set()
+        await three_at_once.wait()
+        await asyncio.sleep(0.05)  # in which a fourth one would come
         at_once -= 1
         writer.write(http_answer(PICTURE))
 
