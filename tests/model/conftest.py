@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,40 +11,12 @@ import pytest
 from engine_core.model.resolve import resolve_model
 from tests.tiny_models import make_tiny_model
 from tests.tiny_vlms import make_tiny_vlm
-from tests.wire_peers import ROOT
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What a process that asked for SmolLM2 was given, and what it logged."""
-
-    path: Path
-    log: str
 
 
 @pytest.fixture(scope="session")
-def smollm2_conversions(tmp_path_factory: pytest.TempPathFactory) -> list[Conversion]:
-    """Two processes ask at the same time, and nobody did before."""
-    cache = tmp_path_factory.mktemp("cache")
-    code = (
-        "import logging, sys; logging.basicConfig(level=logging.INFO); from pathlib import Path;"
-        f"from engine_core import resolve_model; print(resolve_model('smollm2', Path({str(cache)!r})).path)"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return [Conversion(Path(printed.strip()), log) for printed, log in outputs]
-
-
-@pytest.fixture(scope="session")
-def smollm2(smollm2_conversions: list[Conversion]) -> Path:
-    """The built-in SmolLM2, freshly converted."""
-    return smollm2_conversions[0].path
+def smollm2() -> Path:
+    """The built-in SmolLM2, converted for all who use it: that takes a quarter of a minute."""
+    return resolve_model("smollm2").path
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,9 +17,40 @@ import torch
 import transformers
 
 from engine_core.model import gguf
-from tests.wire_peers import is_alive, wait_until
+from tests.wire_peers import ROOT, is_alive, wait_until
 
-from .conftest import Conversion
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a process that asked for SmolLM2 was given, and what it logged."""
+
+    path: Path
+    log: str
+
+
+@pytest.fixture(scope="module")
+def smollm2_conversions(tmp_path_factory: pytest.TempPathFactory) -> list[Conversion]:
+    """Two processes ask at the same time, and nobody did before."""
+    cache = tmp_path_factory.mktemp("cache")
+    code = (
+        "import logging, sys; logging.basicConfig(level=logging.INFO); from pathlib import Path;"
+        f"from engine_core import resolve_model; print(resolve_model('smollm2', Path({str(cache)!r})).path)"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    return [Conversion(Path(printed.strip()), log) for printed, log in outputs]
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_conversions: list[Conversion]) -> Path:
+    """Converted by what is tested here, not by what was installed before."""
+    return smollm2_conversions[0].path
 
 
 @pytest.fixture(scope="module")
