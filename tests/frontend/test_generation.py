@@ -141,7 +141,7 @@ async def test_an_aborted_continuation_costs_nothing_more(tmp_path: Path) -> Non
                     num_ended += 1
                     if num_ended == 5:
                         # Whoever answers this has passed on what came before it.
-                        await client.stats(20)
+                        await client.calls.stats(20)
                         runner.allowed.release(NUM_TOKENS)
         assert num_ended == 6
         await idle(server, client)
@@ -166,7 +166,7 @@ async def test_a_stream_ends_by_its_own_count(tmp_path: Path) -> None:
             await asyncio.to_thread(wait_until, lambda: runner.num_begun == 3)
             stream.abort_continuation(1)
             # Whoever answers this has passed on what came before it: no fourth step begins.
-            await client.stats(20)
+            await client.calls.stats(20)
             runner.allowed.release()
             async with asyncio.timeout(20):
                 outputs = [output async for output in stream]
