@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import httpx
+import psutil
 
 from tests.integration.served import Server
 
@@ -34,11 +35,22 @@ async def working(work: Callable[[asyncio.Event], Awaitable[None]]) -> AsyncIter
 
 async def replaced(server: Server, module: str) -> None:
     """Kill the child and wait for the next one to answer."""
-    server.child(module).kill()
-    await asyncio.sleep(0.5)
+    killed = server.child(module)
+    killed.kill()
     async with asyncio.timeout(LIVENESS_S), httpx.AsyncClient(base_url=server.url, timeout=LIVENESS_S) as http:
+        # Until then, what answers may not have noticed.
+        while not _is_started(server, module, but=killed.pid):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.05)
         while not await _is_ready(http):  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.1)
+
+
+def _is_started(server: Server, module: str, *, but: int) -> bool:
+    try:
+        return server.child(module).pid != but
+    except (ValueError, psutil.Error):
+        # There is none, or it has just ended.
+        return False
 
 
 async def idle(server: Server, pool_tokens: int) -> None:
