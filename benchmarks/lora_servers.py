@@ -114,9 +114,12 @@ def main() -> None:
         for name, url in arguments.servers:
             with started_server(commands[name].replace("{modules}", modules), url, arguments.model):
                 measured[name] = measure(url, arguments.model, adapters, arguments.rounds)
-    print("\n".join(table(measured)))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(measured, indent=1))
+            # At once: the next server may not start.
+            print("\n".join(table({name: measured[name]})), flush=True)
+            if arguments.out is not None:
+                arguments.out.write_text(json.dumps(measured, indent=1))
+    if len(measured) > 1:
+        print("\n".join(["", *table(measured)]))
 
 
 if __name__ == "__main__":
